@@ -68,23 +68,23 @@ def check(target, plain, *operands, **static):
 @pytest.mark.parametrize("kind", ARRAYS)
 @pytest.mark.parametrize("n", SIZES)
 def test_signs_are_those_of_jnp(n, kind):
-    check("cgx_pack_signs", packing._pack_signs, ARRAYS[kind](n))
+    check("cgx_pack_signs", packing.pack_signs_jnp, ARRAYS[kind](n))
     payload = np.random.default_rng(0).integers(0, 256, -(-n // 8), np.uint8)
-    check("cgx_unpack_signs", packing._unpack_signs, payload, count=n)
+    check("cgx_unpack_signs", packing.unpack_signs_jnp, payload, count=n)
 
 
 def test_signs_of_many_values_are_those_of_jnp():
     n = 9_000_011  # results go past the caches
     x = normal(n)
-    check("cgx_pack_signs", packing._pack_signs, x)
-    check("cgx_unpack_signs", packing._unpack_signs, np.packbits(x > 0), count=n)
+    check("cgx_pack_signs", packing.pack_signs_jnp, x)
+    check("cgx_unpack_signs", packing.unpack_signs_jnp, np.packbits(x > 0), count=n)
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
 @pytest.mark.parametrize("n", [*SIZES, LARGE])
 def test_the_largest_are_those_of_jnp(n, kind):
     for count in sorted({1, -(-n // 100), -(-n // 3), n}):
-        check("cgx_largest", sparse._largest, ARRAYS[kind](n), count=count)
+        check("cgx_largest", sparse.largest_jnp, ARRAYS[kind](n), count=count)
 
 
 @pytest.mark.parametrize("place", [0, LARGE // 2, LARGE - 1])
@@ -93,10 +93,10 @@ def test_a_run_of_large_values_is_found_though_a_sample_misleads(place):
     x = normal(LARGE)
     begin = min(place, LARGE - 3000)
     x[begin : begin + 3000] += 10
-    check("cgx_largest", sparse._largest, x, count=3000)
+    check("cgx_largest", sparse.largest_jnp, x, count=3000)
     stepped = normal(LARGE)
     stepped[:: LARGE // 2**14] *= 100  # what the sample sees
-    check("cgx_largest", sparse._largest, stepped, count=30_000)
+    check("cgx_largest", sparse.largest_jnp, stepped, count=30_000)
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
@@ -107,7 +107,7 @@ def test_what_is_above_a_sampled_threshold_is_that_of_jnp(n, kind):
         for turns in ((0, 0), (n // 3, n - 1), (n - 1, n // 2)):
             static = {"count": count, "stride": stride, "rank": rank}
             x, turns = ARRAYS[kind](n), np.int32(turns)
-            check("cgx_above_sampled", sparse._above_sampled, x, turns, **static)
+            check("cgx_above_sampled", sparse.above_sampled_jnp, x, turns, **static)
 
 
 KEY = np.uint32([0x12345678, 0x9ABCDEF0])
@@ -125,14 +125,14 @@ def smallest(n):
 
 
 LEVELS = {
-    "natural": ("cgx_natural", natural._encode, {}),
-    "ternary": ("cgx_ternary", terngrad._encode, {"bucket_size": 512}),
-    "ternary, 7": ("cgx_ternary", terngrad._encode, {"bucket_size": 7}),
-    "ternary, 5000": ("cgx_ternary", terngrad._encode, {"bucket_size": 5000}),
-    "qsgd": ("cgx_qsgd", qsgd._encode, {"bucket_size": 512, "levels": 7, "l2": 1}),
-    "qsgd, 3 bits": ("cgx_qsgd", qsgd._encode, {"bucket_size": 50, "levels": 3, "l2": 1}),
-    "qsgd, 8 bits": ("cgx_qsgd", qsgd._encode, {"bucket_size": 4096, "levels": 127, "l2": 1}),
-    "qsgd, of the largest": ("cgx_qsgd", qsgd._encode, {"bucket_size": 3, "levels": 1, "l2": 0}),
+    "natural": ("cgx_natural", natural.encode_jnp, {}),
+    "ternary": ("cgx_ternary", terngrad.encode_jnp, {"bucket_size": 512}),
+    "ternary, 7": ("cgx_ternary", terngrad.encode_jnp, {"bucket_size": 7}),
+    "ternary, 5000": ("cgx_ternary", terngrad.encode_jnp, {"bucket_size": 5000}),
+    "qsgd": ("cgx_qsgd", qsgd.encode_jnp, {"bucket_size": 512, "levels": 7, "l2": 1}),
+    "qsgd, 3 bits": ("cgx_qsgd", qsgd.encode_jnp, {"bucket_size": 50, "levels": 3, "l2": 1}),
+    "qsgd, 8 bits": ("cgx_qsgd", qsgd.encode_jnp, {"bucket_size": 4096, "levels": 127, "l2": 1}),
+    "qsgd, of the largest": ("cgx_qsgd", qsgd.encode_jnp, {"bucket_size": 3, "levels": 1, "l2": 0}),
 }
 
 
@@ -149,12 +149,12 @@ def test_levels_are_those_of_jnp(n, name):
 def test_the_largest_of_every_bucket_are_those_of_jnp(n, keep, bucket_size):
     static = {"keep": keep, "bucket_size": bucket_size}
     for kind in (*ARRAYS.values(), scaled):
-        check("cgx_largest_of_buckets", sparse._largest_of_buckets, kind(n), **static)
+        check("cgx_largest_of_buckets", sparse.largest_of_buckets_jnp, kind(n), **static)
 
 
 def test_a_batch_is_as_many_calls():
     x = np.stack([normal(1000, seed) for seed in range(6)])
-    call = lambda v: codes.call("cgx_largest", sparse._largest, v, count=10)  # noqa: E731
+    call = lambda v: codes.call("cgx_largest", sparse.largest_jnp, v, count=10)  # noqa: E731
     once = jax.jit(call)
     at, taken = jax.jit(jax.vmap(jax.vmap(call)))(x.reshape(2, 3, 1000))
     for i in range(6):
@@ -168,18 +168,18 @@ def test_a_batch_is_as_many_calls():
 
 # Calls on CUDA: whether there is a kernel, the handler, the jnp function, operands, attributes.
 ON_CUDA = [
-    (False, "cgx_pack_signs", packing._pack_signs, [normal(64)], {}),
-    (False, "cgx_unpack_signs", packing._unpack_signs, [np.zeros(8, np.uint8)], {"count": 64}),
-    (False, "cgx_natural", natural._encode, [KEY, normal(64)], {}),
-    (False, "cgx_ternary", terngrad._encode, [KEY, normal(64)], {"bucket_size": 512}),
-    (True, "cgx_qsgd", qsgd._encode, [KEY, normal(64)], LEVELS["qsgd"][2]),
-    (False, "cgx_qsgd", qsgd._encode, [KEY, normal(64)], LEVELS["qsgd, of the largest"][2]),
-    (False, "cgx_qsgd", qsgd._encode, [KEY, normal(64)],
+    (False, "cgx_pack_signs", packing.pack_signs_jnp, [normal(64)], {}),
+    (False, "cgx_unpack_signs", packing.unpack_signs_jnp, [np.zeros(8, np.uint8)], {"count": 64}),
+    (False, "cgx_natural", natural.encode_jnp, [KEY, normal(64)], {}),
+    (False, "cgx_ternary", terngrad.encode_jnp, [KEY, normal(64)], {"bucket_size": 512}),
+    (True, "cgx_qsgd", qsgd.encode_jnp, [KEY, normal(64)], LEVELS["qsgd"][2]),
+    (False, "cgx_qsgd", qsgd.encode_jnp, [KEY, normal(64)], LEVELS["qsgd, of the largest"][2]),
+    (False, "cgx_qsgd", qsgd.encode_jnp, [KEY, normal(64)],
      {"bucket_size": 4097, "levels": 7, "l2": 0}),
-    (True, "cgx_largest_of_buckets", sparse._largest_of_buckets, [normal(64)],
+    (True, "cgx_largest_of_buckets", sparse.largest_of_buckets_jnp, [normal(64)],
      {"keep": 5, "bucket_size": 32}),
-    (True, "cgx_largest", sparse._largest, [normal(64)], {"count": 5}),
-    (True, "cgx_above_sampled", sparse._above_sampled, [normal(64), np.int32([0, 1])],
+    (True, "cgx_largest", sparse.largest_jnp, [normal(64)], {"count": 5}),
+    (True, "cgx_above_sampled", sparse.above_sampled_jnp, [normal(64), np.int32([0, 1])],
      {"count": 5, "stride": 2, "rank": 3}),
 ]  # fmt: skip
 

@@ -176,7 +176,7 @@ def test_a_batch_is_reduced_like_its_elements(batch, mesh):
     def reduce(key, rank, payload, *leaves):
         flat = [a.reshape(-1, *a.shape[2:]) for a in (key, rank, payload, *leaves)]
         flat = [a[0] for a in flat] if batch == 1 else flat
-        out = primitives._reduce_jnp(*flat, layout=layout, divisor=2.0, batch=batch)
+        out = primitives.reduce_jnp(*flat, layout=layout, divisor=2.0, batch=batch)
         return out[0].reshape(1, batch, -1)
 
     f = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -192,7 +192,7 @@ def lowered(world, batch=1, residuals=True):
     """The StableHLO of the fallback's reduce, as lines."""
     sizes = [512 * 40, 100, 512 * 64 + 3]
     layout, _ = layout_of([(n, 4, 512, "nearest") for n in sizes], world)
-    reduce = functools.partial(primitives._reduce_jnp, layout=layout, divisor=2.0, batch=batch)
+    reduce = functools.partial(primitives.reduce_jnp, layout=layout, divisor=2.0, batch=batch)
     lead = () if batch == 1 else (batch,)
     leaves = [jax.ShapeDtypeStruct((*lead, n), jnp.float32) for n in sizes] * (1 + residuals)
     payload = jax.ShapeDtypeStruct((*lead, world, layout.chunk_bytes), jnp.uint8)

@@ -60,7 +60,7 @@ def split(rows, layout):
             ranges += [low[0, 0], unit[0, 0]]
             masks.append(mask[0])
             codes = jnp.asarray(stream[None, at + 8 : at + length])
-            levels.append(np.asarray(reference._unpack(codes, f.bits))[0, :n])
+            levels.append(np.asarray(reference.unpack(codes, f.bits))[0, :n])
             at += length
     return np.array(ranges), np.array(masks), np.concatenate(levels).astype(int)
 

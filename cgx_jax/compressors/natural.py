@@ -61,7 +61,7 @@ class Natural(PayloadCompressor):
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         buckets.require_key(self, key)
         flat = jnp.ravel(x).astype(jnp.float32)
-        return codes.call("cgx_natural", _encode, buckets.words(key), flat)[0]
+        return codes.call("cgx_natural", encode_jnp, buckets.words(key), flat)[0]
 
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         code = payload.astype(jnp.uint32) & np.uint32(127)
@@ -70,7 +70,8 @@ class Natural(PayloadCompressor):
         return jnp.where(payload >= 128, -power, power).reshape(shape).astype(dtype)
 
 
-def _encode(words: jax.Array, x: jax.Array) -> list[jax.Array]:
+def encode_jnp(words: jax.Array, x: jax.Array) -> list[jax.Array]:
+    """The kernel cgx_natural, in plain jnp."""
     rows = lax.bitcast_convert_type(buckets.split(x, buckets.BUCKET), jnp.uint32)
     noise = random_bits(words, 0, 0, *rows.shape)
     magnitude = rows & np.uint32(0x7FFFFFFF)

@@ -78,10 +78,11 @@ def unpack(payload: jax.Array, bits: int, count: int) -> jax.Array:
 
 def pack_signs(x: jax.Array) -> jax.Array:
     """Packs fp32[n] into u8[ceil(n / 8)]: a bit per value for x >= 0, the first one lowest."""
-    return codes.call("cgx_pack_signs", _pack_signs, x)[0]
+    return codes.call("cgx_pack_signs", pack_signs_jnp, x)[0]
 
 
-def _pack_signs(x: jax.Array) -> list[jax.Array]:
+def pack_signs_jnp(x: jax.Array) -> list[jax.Array]:
+    """The kernel cgx_pack_signs, in plain jnp."""
     # Compares bit patterns, since on some processors a comparison takes numbers below 2^-126 for 0.
     bits = lax.bitcast_convert_type(x, jnp.int32)
     least, infinity = np.int32(-(2**31)), np.int32(0x7F800000)
@@ -90,10 +91,11 @@ def _pack_signs(x: jax.Array) -> list[jax.Array]:
 
 def unpack_signs(payload: jax.Array, count: int) -> jax.Array:
     """The inverse of `pack_signs`: fp32[count] of 1 and -1."""
-    return codes.call("cgx_unpack_signs", _unpack_signs, payload, count=count)[0]
+    return codes.call("cgx_unpack_signs", unpack_signs_jnp, payload, count=count)[0]
 
 
-def _unpack_signs(payload: jax.Array, *, count: int) -> list[jax.Array]:
+def unpack_signs_jnp(payload: jax.Array, *, count: int) -> list[jax.Array]:
+    """The kernel cgx_unpack_signs, in plain jnp."""
     return [2 * unpack(payload, 1, count).astype(jnp.float32) - 1]
 
 

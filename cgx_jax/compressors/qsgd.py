@@ -96,8 +96,8 @@ class QSGD(PayloadCompressor):
         static: dict[str, Any] = {"bucket_size": self.bucket_size, "levels": self.levels}
         static["l2"] = self.norm == "l2"
         if self.width > 8 or self.bucket_size > LONGEST_BUCKET:
-            return _encode(buckets.words(key), flat, **static)[0]
-        return codes.call("cgx_qsgd", _encode, buckets.words(key), flat, **static)[0]
+            return encode_jnp(buckets.words(key), flat, **static)[0]
+        return codes.call("cgx_qsgd", encode_jnp, buckets.words(key), flat, **static)[0]
 
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
@@ -108,9 +108,10 @@ class QSGD(PayloadCompressor):
         return buckets.join(rows * unit, like)
 
 
-def _encode(
+def encode_jnp(
     words: jax.Array, x: jax.Array, *, bucket_size: int, levels: int, l2: bool
 ) -> list[jax.Array]:
+    """The kernel cgx_qsgd, in plain jnp."""
     rows = buckets.split(x, bucket_size)
     norm = _norm(rows, l2)
     # The maximum changes no value. It keeps XLA from fusing product and sum into one rounding.

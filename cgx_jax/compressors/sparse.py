@@ -63,22 +63,24 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """
     if not count:
         return jnp.zeros(0, jnp.int32), x[:0]
-    at, taken = codes.call("cgx_largest", _largest, x, count=count)
+    at, taken = codes.call("cgx_largest", largest_jnp, x, count=count)
     return at, taken
 
 
-def _largest(x: jax.Array, *, count: int) -> list[jax.Array]:
+def largest_jnp(x: jax.Array, *, count: int) -> list[jax.Array]:
+    """The kernel cgx_largest, in plain jnp."""
     at = jnp.sort(lax.top_k(jnp.abs(x), count)[1])
     return [at, x[at]]
 
 
-def _largest_of_buckets(x: jax.Array, *, keep: int, bucket_size: int) -> list[jax.Array]:
+def largest_of_buckets_jnp(x: jax.Array, *, keep: int, bucket_size: int) -> list[jax.Array]:
+    """The kernel cgx_largest_of_buckets, in plain jnp."""
     rows = buckets.split(x, bucket_size)
     at = jnp.sort(lax.top_k(jnp.abs(rows), keep)[1], axis=1)
     return [at.reshape(-1), jnp.take_along_axis(rows, at, axis=1).reshape(-1)]
 
 
-def _above_sampled(
+def above_sampled_jnp(
     x: jax.Array, turns: jax.Array, *, count: int, stride: int, rank: int
 ) -> list[jax.Array]:
     """Returns places and values, in order, of up to `count` magnitudes at or above a threshold.
@@ -323,7 +325,7 @@ class DGC(_Positions):
         assert key is not None
         turns = jax.random.randint(key, (2,), 0, n, jnp.int32)
         static = {"count": count, "stride": stride, "rank": rank}
-        at, taken = codes.call("cgx_above_sampled", _above_sampled, x, turns, **static)
+        at, taken = codes.call("cgx_above_sampled", above_sampled_jnp, x, turns, **static)
         return at, taken
 
 
@@ -362,9 +364,9 @@ class BlockTopK(_Sparse):
         flat = jnp.ravel(x).astype(jnp.float32)
         static = {"keep": self.keep, "bucket_size": self.bucket_size}
         if self.bucket_size > LONGEST_BUCKET:
-            at, taken = _largest_of_buckets(flat, **static)
+            at, taken = largest_of_buckets_jnp(flat, **static)
         else:
-            at, taken = codes.call("cgx_largest_of_buckets", _largest_of_buckets, flat, **static)
+            at, taken = codes.call("cgx_largest_of_buckets", largest_of_buckets_jnp, flat, **static)
         packed = pack(at.astype(jnp.uint32), self.position_bits(flat.size))
         return jnp.concatenate([packed, self.values.encode(taken, key=key)])
 

@@ -105,7 +105,7 @@ class TernGrad(_Ternary):
         buckets.require_key(self, key)
         flat = jnp.ravel(x).astype(jnp.float32)
         operands = buckets.words(key), flat
-        return codes.call("cgx_ternary", _encode, *operands, bucket_size=self.bucket_size)[0]
+        return codes.call("cgx_ternary", encode_jnp, *operands, bucket_size=self.bucket_size)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,8 @@ class ThreeLC(_Ternary):
         return _payload(rows, scale, jnp.abs(rows) > scale / 2, x.size)
 
 
-def _encode(words: jax.Array, x: jax.Array, *, bucket_size: int) -> list[jax.Array]:
+def encode_jnp(words: jax.Array, x: jax.Array, *, bucket_size: int) -> list[jax.Array]:
+    """The kernel cgx_ternary, in plain jnp."""
     rows = buckets.split(x, bucket_size)
     scale = buckets.largest(rows)
     # The maximum changes no value. It keeps XLA from fusing product and sum into one rounding.

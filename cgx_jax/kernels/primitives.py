@@ -236,7 +236,7 @@ def _encode_jnp(
     return [rows, *(r.reshape(x.shape) for r, x in zip(out[1:], asked, strict=True))]
 
 
-def _reduce_jnp(
+def reduce_jnp(
     key: jax.Array,
     rank: jax.Array,
     payload: jax.Array,
@@ -245,6 +245,7 @@ def _reduce_jnp(
     divisor: float,
     batch: int,
 ) -> Any:
+    """The kernel cgx_reduce, in plain jnp."""
     one = functools.partial(chunk.reduce, layout=layout, divisor=divisor)
     (payload,) = flat(batch, [payload], layout.world, layout.chunk_bytes)
     # One after the other: under vmap, a cond runs both branches, so a rank would also compute parts
@@ -385,6 +386,6 @@ def define(
 
 
 encode_p = define("cgx_encode", _encode_shapes, _encode_jnp, scaling.encode)
-reduce_p = define("cgx_reduce", _reduce_shapes, _reduce_jnp, scaling.reduce)
+reduce_p = define("cgx_reduce", _reduce_shapes, reduce_jnp, scaling.reduce)
 decode_p = define("cgx_decode", _decode_shapes, _decode_jnp, scaling.decode)
 accumulate_p = define("cgx_accumulate", _accumulate_shapes, _accumulate_jnp)

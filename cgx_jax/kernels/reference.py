@@ -184,7 +184,7 @@ def _pack(codes: jax.Array, bits: int) -> jax.Array:
     return jnp.concatenate(planes, axis=1)
 
 
-def _unpack(planes: jax.Array, bits: int) -> jax.Array:
+def unpack(planes: jax.Array, bits: int) -> jax.Array:
     """Unpacks u8[k, bits * m] into u8[k, 8 * m]: the inverse of `_pack`."""
     k, width = planes.shape
     plane = planes.reshape(k, bits, width // bits).astype(jnp.uint32)
@@ -264,7 +264,7 @@ def decode_buckets(records: jax.Array, n: int, f: Slot) -> tuple[jax.Array, jax.
     masked = words[:, 1:] >= _MASKED
     unit_bits = jnp.where(masked, words[:, 1:] & _UPPER_HALF & ~_MASKED, words[:, 1:])
     low, unit = (lax.bitcast_convert_type(x, jnp.float32) for x in (words[:, :1], unit_bits))
-    codes = _unpack(records[:, META_BYTES:], f.bits)[:, :n].astype(jnp.float32)
+    codes = unpack(records[:, META_BYTES:], f.bits)[:, :n].astype(jnp.float32)
     low = jnp.where(jnp.isfinite(low) & jnp.isfinite(unit), low, np.float32(np.nan))
     return low + _product(unit, codes), jnp.where(masked, words[:, 1:] & _LOWER_HALF, 0)[:, 0]
 
