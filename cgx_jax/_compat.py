@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -223,6 +223,15 @@ def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
 def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of a closed jaxpr with other values for its constants."""
     return list(jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *arrays))
+
+
+def evaluate_one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Returns the results of one equation of a jaxpr."""
+    pairs = zip(eqn.invars, operands, strict=True)
+    own = {x: value for x, value in pairs if not isinstance(x, Literal)}
+    alone = {"constvars": [], "invars": list(own), "outvars": list(eqn.outvars), "eqns": [eqn]}
+    one = jaxpr.replace(**alone, effects=eqn.effects)
+    return list(jax.core.eval_jaxpr(one, (), *own.values()))
 
 
 def is_key_data(jaxpr: Any, number: int) -> bool:

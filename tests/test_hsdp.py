@@ -305,7 +305,7 @@ REFUSED = {
     "the compressed axis": (
         refused(with_head(P(("replica", "fsdp")))),
         r"params\['head'\] is sharded over the data axis 'replica' \(P\(\('replica', 'fsdp'\)\)\).*"
-        "Leave this axis out",
+        "over no other axis",
     ),
     "a string": (refused(with_head("model")), r"has 'model' for params\['head'\].*P\(None, 'mod"),
     "an array on one device": (

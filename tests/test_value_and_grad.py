@@ -310,10 +310,6 @@ def named_array():
 
 
 REFUSED = {
-    "sharded parameters": (
-        lambda p, x, y: vag()(jax.device_put(p, NamedSharding(auto_mesh(), P("data"))), x, y),
-        r"p\['a'\]\['b'\] .* sharded over the data axis 'data'.*replicated",
-    ),
     "no mesh": (lambda p, x, y: vag(mesh=None)(p, x, y), r"no mesh .*'data'.*jax.set_mesh"),
     "wrong axis": (
         lambda p, x, y: cgx_jax.value_and_grad(loss_fn, ("data", "rows"), mesh=auto_mesh()),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from cgx_jax._types import Pytree
 from cgx_jax.plain_jit.arguments import CALLER, without
 from cgx_jax.plain_jit.split import Ranks
 
@@ -44,6 +46,23 @@ def logical_rules_without(axes: Collection[str]) -> Iterator[None]:
     local = [(name, *without(PartitionSpec(at), axes).partitions) for name, at in rules]
     with linen.logical_axis_rules(local):
         yield
+
+
+def boxes_without(axes: Collection[str], tree: Pytree) -> Pytree:
+    """Takes `axes` out of the partitioning that Flax Linen's boxes in `tree` ask for."""
+    linen = sys.modules.get("flax.linen")
+    if linen is None:
+        return tree
+
+    def is_box(x: object) -> bool:  # others name logical axes, for which there are rules
+        return type(x) is linen.Partitioned
+
+    def own(x: Any) -> Any:
+        if not is_box(x):
+            return x
+        return x.replace(names=without(PartitionSpec(*x.names), axes).partitions, mesh=None)
+
+    return jax.tree.map(own, tree, is_leaf=is_box)
 
 
 def names_manual(error: Exception, ranks: Ranks) -> bool:

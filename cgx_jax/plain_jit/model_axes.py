@@ -1,4 +1,4 @@
-"""Parameters that are sharded over mesh axes other than the axes of the reduction."""
+"""Parameters that are sharded: over other axes of the mesh, and over that of the reduction."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from cgx_jax.plain_jit.arguments import (
     line,
     nnx,
     shown,
+    without,
 )
 from cgx_jax.plain_jit.split import Ranks
 from cgx_jax.transforms.checks import require_whole
@@ -34,10 +35,15 @@ _REPLICATED: Any = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The other axes of the mesh, and one spec over them per differentiated array."""
+    """The other axes of the mesh, and one spec over them per differentiated array.
+
+    `dimensions` has the one along which each of these arrays is cut over the axis of the
+    reduction, or None.
+    """
 
     axes: frozenset[str]
     specs: tuple[PartitionSpec, ...]
+    dimensions: tuple[int | None, ...]
 
     @classmethod
     def of(
@@ -55,8 +61,6 @@ class Shards:
         Unless `single`, `specs` has an entry per differentiated argument, if it is no function.
         """
         others = frozenset(ranks.mesh.axis_names) - set(ranks.names)
-        if not others and specs is None:
-            return cls(others, ())
         found: list[PartitionSpec] = []
         wanted = [number for number, argument in enumerate(arguments) if argument.wanted]
         asks = _is_function(specs)
@@ -76,19 +80,31 @@ class Shards:
             for i, entry in zip(own, entries, strict=True):
                 if places[i].trained:
                     found.append(_spec(arrays[i], places[i], entry, ranks))
-        return cls(others, tuple(found) if others else ())
+        cut = tuple(ranks.dimension(spec) if ranks.world > 1 else None for spec in found)
+        found = [without(spec, ranks.names) for spec in found]
+        return cls(others, tuple(found) if others else (), cut)
+
+    def require_whole(self) -> None:
+        """Raises ValueError if a parameter is cut over the axis of the reduction."""
+        if any(d is not None for d in self.dimensions):
+            raise ValueError(
+                f"{CALLER}: parameters that are sharded over the data axis have no state: call the "
+                "function itself in place of `apply`, without memory, precondition, an Adaptive "
+                "policy or stochastic rounding. scatter_gradients keeps such a state, inside "
+                "shard_map (docs/quickstart/fsdp.md)."
+            )
 
     def reduce(
         self, function: Callable[..., Pytree], grads: Pytree, state: Pytree
     ) -> tuple[Pytree, Pytree]:
-        """Returns `function(grads, state, cuts)`, computed on each shard where it lies.
+        """Returns `function(grads, state, cuts, dimensions)`, computed on each shard where it lies.
 
         XLA would gather an operand of a kernel call that is sharded over an axis. The function
         therefore runs in a shard_map in which all axes are manual.
         """
         out: tuple[Pytree, Pytree]
         if not self.axes:
-            out = function(grads, state, None)
+            out = function(grads, state, None, self.dimensions)
             return out
         leaves, treedef = jax.tree.flatten(grads)
         cuts = tuple(Cut.of(spec, x.ndim) for spec, x in zip(self.specs, leaves, strict=True))
@@ -98,13 +114,23 @@ class Shards:
         if self.axes & set(types.explicit_axes):  # there, what enters must be typed as in_specs say
             grads, state = jax.tree.map(jax.reshard, (grads, state), (like, kept))
         out = jax.shard_map(
-            lambda grads, state: function(grads, state, cuts),
+            lambda grads, state: function(grads, state, cuts, self.dimensions),
             in_specs=(like, kept),
             out_specs=(like, kept),
             axis_names=set(self.axes),
             check_vma=False,
         )(grads, state)
         return out
+
+    def local(self, ranks: Ranks, arrays: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the parameters' shards over the other axes."""
+        shapes = []
+        for n, x in enumerate(arrays):
+            cut = Cut.of(self.specs[n] if self.specs else _REPLICATED, x.ndim)
+            sizes = [math.prod(ranks.mesh.shape[a] for a in axes) for axes in cut.axes]
+            shape = [length // size for length, size in zip(x.shape, sizes, strict=True)]
+            shapes.append(jax.ShapeDtypeStruct(shape, x.dtype))
+        return shapes
 
     @property
     def sharded(self) -> bool:
@@ -185,8 +211,25 @@ def _entries(argument: Argument, given: Pytree, count: int) -> list[Any]:
     return [*entries, *[None] * (count - len(entries))]
 
 
+def _check_cut(spec: PartitionSpec, cut: int, place: Place, ranks: Ranks) -> None:
+    """Raises ValueError for a parameter that is cut over the axis in a way that is not gathered."""
+    what = f"{CALLER}: {place.path} is sharded over the data axis {ranks.axis!r} ({line(spec)})"
+    if axes_of(PartitionSpec(spec[cut])) != ranks.names:
+        raise ValueError(
+            f"{what}; a dimension of it can be cut over {ranks.names}, in this order, and over no "
+            "other axis. Cut other dimensions over the other axes, or name the slow axis alone as "
+            "axis_name: XLA shards over the rest."
+        )
+    types = dict(zip(ranks.mesh.axis_names, ranks.mesh.axis_types, strict=True))
+    if jax.sharding.AxisType.Explicit in {types[n] for n in ranks.names}:
+        raise ValueError(
+            f"{what}, which is explicit; use cgx_jax.reshard there, with backward= for the "
+            "gradients (docs/quickstart/explicit.md)."
+        )
+
+
 def _spec(x: jax.Array, place: Place, given: Any, ranks: Ranks) -> PartitionSpec:
-    """Returns how a parameter is sharded over the other axes: as given, or as is known."""
+    """Returns how a parameter is sharded: as given, or as is known."""
     mesh = ranks.mesh
     if isinstance(given, NamedSharding):
         sizes = {n: given.mesh.shape[n] for n in axes_of(given.spec)}
@@ -220,12 +263,9 @@ def _spec(x: jax.Array, place: Place, given: Any, ranks: Ranks) -> PartitionSpec
             f"the mesh; it has {mesh.axis_names}. Translate logical names first, as "
             "flax.linen.logical_to_mesh does."
         )
-    if ranks.dimension(spec) is not None:
-        raise ValueError(
-            f"{CALLER}: {place.path} is sharded over the data axis {ranks.axis!r} ({line(spec)}); "
-            "it must be replicated over it. Leave this axis out of the spec, or use "
-            "psum_scatter_compressed for fully sharded training."
-        )
+    cut = ranks.dimension(spec)
+    if cut is not None and ranks.world > 1:
+        _check_cut(spec, cut, place, ranks)
     for d, entry in enumerate(spec.partitions):
         parts = math.prod(mesh.shape[n] for n in axes_of(PartitionSpec(entry)))
         if d >= x.ndim or x.shape[d] % parts:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,7 +31,13 @@ from cgx_jax.plain_jit.arguments import (
     variable_of,
     without,
 )
-from cgx_jax.plain_jit.manual import logical_rules_without, names_manual, refusal
+from cgx_jax.plain_jit.gathers import Gather, Shard, evaluate
+from cgx_jax.plain_jit.manual import (
+    boxes_without,
+    logical_rules_without,
+    names_manual,
+    refusal,
+)
 from cgx_jax.plain_jit.split import Ranks, Split
 from cgx_jax.relations.relation import (
     DRAWS,
@@ -49,6 +56,7 @@ from cgx_jax.relations.walk import relate
 # What a rank's output becomes: the same on all ranks (None), a mean, a sum, or concatenated along
 # a dimension.
 Output = str | int | None
+_EMPTY: Mapping[int, Gather] = MappingProxyType({})
 _ALONE = "with one example per rank, the program is another than with more"
 _AUX = 'P(axis) for one row per example, "mean", "sum", or P() for what is the same on every rank'
 
@@ -102,16 +110,29 @@ class Program:
             raise
         return Traced(jaxpr, trees[-1])
 
-    def part(self, arrays: Sequence[jax.Array], splits: Sequence[Split], times: int = 1) -> Traced:
-        """Traces the program of one rank, with its part of `times` the batch."""
+    def part(
+        self,
+        arrays: Sequence[jax.Array],
+        splits: Sequence[Split],
+        times: int = 1,
+        gathers: Mapping[int, Gather] = _EMPTY,
+    ) -> Traced:
+        """Traces the program of one rank, with its part of `times` the batch.
+
+        It takes a shard of each parameter in `gathers`, and returns a shard of its gradient, which
+        is the mean over the ranks already.
+        """
         trees: list[Any] = []
         made: list[Any] = []
 
         def probe() -> tuple[()]:
             pairs = zip(arrays, splits, strict=True)
             shapes = [_shape_of(x, split, times, self.ranks.world) for x, split in pairs]
+            flat = functools.partial(self._flat, trees, gathers=gathers)
+            for i, gather in gathers.items():
+                shapes[i] = _shape_of(shapes[i], Split(gather.dimension), 1, self.ranks.world)
             with logical_rules_without(self.ranks.names):
-                made.append(jax.make_jaxpr(functools.partial(self._flat, trees))(shapes))
+                made.append(jax.make_jaxpr(flat)(shapes))
             return ()
 
         ranked = functools.partial(jax.shard_map, mesh=self.ranks.mesh, check_vma=False)
@@ -130,14 +151,19 @@ class Program:
                 raise refusal(f"a constraint with {spec}", self.ranks)
         return Traced(made[0], trees[0])
 
-    def _flat(self, trees: list[Any], arrays: Sequence[jax.Array]) -> list[Any]:
+    def _flat(
+        self,
+        trees: list[Any],
+        arrays: Sequence[jax.Array],
+        gathers: Mapping[int, Gather] = _EMPTY,
+    ) -> list[Any]:
         trained = [i for i, place in enumerate(self.places) if place.trained]
 
         def losses_of(values: Sequence[Any]) -> Pytree:
             given = list(arrays)
             for i, x in zip(trained, values, strict=True):
                 given[i] = x
-            return self._call(given)
+            return self._gathered(given, gathers) if gathers else self._call(given)
 
         given = [arrays[i] for i in trained]
         losses, pull, (aux, rests) = jax.vjp(losses_of, given, has_aux=True)
@@ -152,23 +178,38 @@ class Program:
             value = lax.pmean(losses[0], axis)
             marks = (jnp.ones((), value.dtype),)
         (grads,) = pull(marks)
-        found = dict(zip(trained, grads, strict=True))
-        wanted = []
-        for number, argument in enumerate(self.arguments):
-            own = [i for i, p in enumerate(self.places) if p.argument == number]
-            if argument.wanted:
-                wanted.append(argument.parameters([found.get(i) for i in own]))
-        results = aux, rests, (wanted[0] if self.single else tuple(wanted))
-        leaves, treedef = jax.tree.flatten(results)
+        leaves, treedef = jax.tree.flatten((aux, rests, self.parameters(grads)))
         trees.append(treedef)
         return [value, *losses, *leaves]
+
+    def parameters(self, values: Sequence[Any]) -> Pytree:
+        """Returns the tree of gradients, from one value per trained array."""
+        given = iter(values)
+        found = [next(given) if place.trained else None for place in self.places]
+        wanted = []
+        for number, argument in enumerate(self.arguments):
+            own = [x for x, p in zip(found, self.places, strict=True) if p.argument == number]
+            if argument.wanted:
+                wanted.append(argument.parameters(own))
+        return wanted[0] if self.single else tuple(wanted)
+
+    def _gathered(self, arrays: Sequence[jax.Array], gathers: Mapping[int, Gather]) -> Pytree:
+        """Returns what `_call` does, of whole parameters in the place of shards."""
+        whole: list[Any] = list(arrays)
+        given: list[Any] = list(arrays)
+        for i, gather in gathers.items():
+            whole[i] = _shape_of(arrays[i], Split(gather.dimension), self.ranks.world)
+            given[i] = Shard(arrays[i], gather)
+        traced, out = jax.make_jaxpr(self._call, return_shape=True)(whole)
+        results = evaluate(traced.jaxpr, traced.consts, given)
+        return jax.tree.unflatten(jax.tree.structure(out), results)
 
     def _call(self, arrays: Sequence[jax.Array]) -> tuple[tuple[Any, ...], tuple[Any, list[Any]]]:
         """Returns ((loss,) or (sum, count), (auxiliary output, states of NNX objects))."""
         values = []
         for number, argument in enumerate(self.arguments):
             own = [x for x, p in zip(arrays, self.places, strict=True) if p.argument == number]
-            values.append(argument.build(own))
+            values.append(boxes_without(self.ranks.names, argument.build(own)))
         pairs = list(zip(values, self.arguments, strict=True))
         out = self.loss_fn(
             *(v for v, a in pairs if a.position is not None),

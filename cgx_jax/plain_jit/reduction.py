@@ -6,12 +6,14 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.compressors import Compressor
+from cgx_jax.compressors import Compressor, Identity
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit.arguments import CALLER
+from cgx_jax.plain_jit.gathers import Gather
+from cgx_jax.plain_jit.model_axes import Shards
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
@@ -42,6 +44,7 @@ class GradientMean:
     exchange: Exchange | str
     reduction: Reduction | str | None
     levels: Levels | None
+    weights: Compressor | Policy | Plan = dataclasses.field(default_factory=Identity)
 
     @property
     def adapts(self) -> bool:
@@ -60,17 +63,36 @@ class GradientMean:
         return self._sync(mesh).init(params)
 
     def __call__(
-        self, grads: Pytree, state: Pytree, cuts: tuple[Cut, ...] | None = None
+        self,
+        grads: Pytree,
+        state: Pytree,
+        cuts: tuple[Cut, ...] | None,
+        dimensions: tuple[int | None, ...],
     ) -> tuple[Pytree, Pytree]:
         """Returns the mean and the next state (None without a state); runs inside the axis.
 
-        `cuts` say how the gradients are shards over other axes.
+        `cuts` say how the gradients are shards over other axes. Those with one in
+        `dimensions` are shards of the mean already.
         """
         if state is not None:
             sync = dataclasses.replace(self._sync(None), cuts=cuts)
             out: tuple[Pytree, Pytree] = sync.update(grads, state)
             return out
-        plan = resolve(CALLER, grads, self.policy)
+        options = Options.resolve(CALLER, self.axis_name, mean=True, **self._how())
+        leaves, treedef = jax.tree.flatten(grads)
+        pairs = zip(leaves, dimensions, strict=True)
+        whole = [_grown(x, d, options.axes.world) for x, d in pairs]
+        plan = self.plan(jax.tree.unflatten(treedef, whole), self.policy)
+        own = [i for i, d in enumerate(dimensions) if d is None]
+        if own:
+            taken = route(options, plan.subset(own))
+            means = values_of(taken, [leaves[i] for i in own], None)
+            leaves = [dict(zip(own, means, strict=True)).get(i, x) for i, x in enumerate(leaves)]
+        return jax.tree.unflatten(treedef, leaves), None
+
+    def plan(self, tree: Pytree, policy: Compressor | Policy | Plan | None) -> Plan:
+        """Returns the plan for gradients or weights; raises ValueError if it needs a state."""
+        plan = resolve(CALLER, tree, policy)
         kept = [c for c, has in zip(plan.compressors, stateful(plan), strict=True) if has]
         if kept:
             raise ValueError(f"{CALLER}: {kept[0]} has state between steps; {_WITH_STATE}.")
@@ -80,10 +102,23 @@ class GradientMean:
                 f"{CALLER}: {random[0]} rounds at random, and without a state every step would "
                 f"round in the same way; {_WITH_STATE}."
             )
-        options = Options.resolve(CALLER, self.axis_name, mean=True, **self._how())
-        leaves, treedef = jax.tree.flatten(grads)
-        means = values_of(route(options, plan), leaves, None)
-        return jax.tree.unflatten(treedef, means), None
+        return plan
+
+    def gathers(self, tree: Pytree, shards: Shards) -> list[Gather | None]:
+        """Returns how each parameter that is cut over the axis travels; None for the others.
+
+        `tree` has the shapes of the whole parameters, or of their shards over the other axes.
+        """
+        leaves = jax.tree.leaves(tree)
+        gradients, weights = (self.plan(tree, policy) for policy in (self.policy, self.weights))
+        specs = shards.specs or [PartitionSpec()] * len(leaves)
+        codes = zip(weights.compressors, gradients.compressors, strict=True)
+        return [
+            None
+            if d is None
+            else Gather(self.axis_name, self.exchange, *code, d, spec, shards.axes)
+            for d, spec, code in zip(shards.dimensions, specs, codes, strict=True)
+        ]
 
     def _how(self) -> dict[str, Any]:
         return {"exchange": self.exchange, "reduction": self.reduction, "levels": self.levels}
@@ -92,3 +127,8 @@ class GradientMean:
         axis = axes_of(CALLER, self.axis_name)
         options = self.policy, self.memory, self.precondition, self.seed
         return Sync(axis, *options, mesh, self._how())
+
+
+def _grown(x: jax.Array, dimension: int | None, world: int) -> jax.ShapeDtypeStruct:
+    shape = [n * world if d == dimension else n for d, n in enumerate(x.shape)]
+    return jax.ShapeDtypeStruct(shape, x.dtype)

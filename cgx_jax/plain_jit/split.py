@@ -83,11 +83,18 @@ class Split:
     """What happens to one array: split along `dimension`, or whole on every rank (None).
 
     With `fold`, the array is a key that is not split. The rank is folded into it, so that ranks
-    draw different numbers.
+    draw different numbers. A rank has only a shard along the dimension `shard`, if that is not
+    None, of a parameter that the loss sees whole.
     """
 
     dimension: int | None = None
     fold: bool = False
+    shard: int | None = None
+
+    @property
+    def cut(self) -> int | None:
+        """The dimension of which a rank has a part."""
+        return self.dimension if self.shard is None else self.shard
 
 
 def choose(
@@ -96,27 +103,32 @@ def choose(
     arrays: Sequence[jax.Array],
     places: Sequence[Place],
     in_specs: Mapping[Any, Any],
+    shards: Mapping[int, int],
     is_raw_key: Callable[[int], bool],
 ) -> tuple[Split, ...]:
     """Returns one `Split` per array.
 
-    `is_raw_key` says whether the loss uses array i as a raw key. Raises ValueError, with the line
-    to write, for arrays of which nothing says whether they hold the batch.
+    `shards` has the dimensions of parameters that are cut over the axis. `is_raw_key` says whether
+    the loss uses array i as a raw key. Raises ValueError, with the line to write, for arrays of
+    which nothing says whether they hold the batch.
     """
     given = _given(ranks, arguments, places, in_specs)
     found: list[Split | None] = []
     for i, (x, place) in enumerate(zip(arrays, places, strict=True)):
         spec = known_spec(x, ranks.mesh)
         dimension = None if spec is None else ranks.dimension(spec)
-        if arguments[place.argument].whole and dimension is not None and ranks.world > 1:
+        own = arguments[place.argument].whole and ranks.world > 1
+        if own and dimension not in (None, shards.get(i)):
             raise ValueError(
                 f"{CALLER}: {place.path} {shown(x)} is sharded over the data axis {ranks.axis!r} "
-                f"({spec}); parameters and state must be replicated over it: "
-                "jax.device_put(params, NamedSharding(mesh, P())). For fully sharded training use "
-                "psum_scatter_compressed and all_gather_compressed."
+                f"({spec}). Only parameters may be, those that are differentiated, as specs= says "
+                "if it names them; anything else must be replicated: "
+                "jax.device_put(state, NamedSharding(mesh, P()))."
             )
         named = given[i]
-        if named is not None:
+        if i in shards:
+            found.append(Split(shard=shards[i]))
+        elif named is not None:
             found.append(Split(ranks.dimension(named)))
         elif dimension is not None:
             found.append(Split(dimension))

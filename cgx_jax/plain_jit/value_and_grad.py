@@ -15,10 +15,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.compressors import Compressor
+from cgx_jax.compressors import Compressor, Identity
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit import split
-from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, Wanted, arguments_of, is_nnx, nnx
+from cgx_jax.plain_jit.arguments import (
+    CALLER,
+    Argument,
+    Place,
+    Wanted,
+    arguments_of,
+    is_nnx,
+    line,
+    nnx,
+)
 from cgx_jax.plain_jit.model_axes import Shards, as_now
 from cgx_jax.plain_jit.program import Program, Traced, finish
 from cgx_jax.plain_jit.reduction import GradientMean
@@ -31,6 +40,7 @@ from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.state import state_specs
 
 _LOG = logging.getLogger(__name__)
+_EXACT = Identity()
 
 
 def value_and_grad(
@@ -45,6 +55,7 @@ def value_and_grad(
     in_specs: Mapping[Any, Any] | None = None,
     aux_specs: Pytree = None,
     specs: Pytree = None,
+    weights: Compressor | Policy | Plan = _EXACT,
     trust: bool = False,
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
@@ -101,7 +112,14 @@ def value_and_grad(
       its PartitionSpec.
 
     Inside the loss, `axis_name` is manual: wrap specs that name it in `drop_manual_axes`. Flax's
-    logical axis rules that are set around the call are followed without it.
+    logical axis rules that are set around the call, and the boxes of `nn.with_partitioning`, are
+    followed without it.
+
+    *Parameters sharded over `axis_name`* (FSDP) have it in their specs, for one dimension and alone
+    there. They are gathered by `weights` (a compressor, policy or `Plan`; exact by default) before
+    the operation that uses them: inside `jit` and `jax.checkpoint`, and layer by layer in a
+    `lax.scan`, whose backward pass gathers again. Gradients are shards, whose mean travels by
+    `policy`. There is no state: what needs one is refused. Source: QSDP (Markov et al., ICML 2023).
 
     *State.* `memory`, `precondition`, stochastic rounding, compressors with state and an `Adaptive`
     policy need a state. Create it with `state = f.init(params)`, and call `(value, grads), state =
@@ -127,7 +145,8 @@ def value_and_grad(
             "them."
         ) from None
     axis = names[0] if len(names) == 1 else names
-    mean = GradientMean(axis, policy, memory, precondition, seed, exchange, reduction, levels)
+    how = policy, memory, precondition, seed, exchange, reduction, levels, weights
+    mean = GradientMean(axis, *how)
     single = not isinstance(argnums, (tuple, list))
     options = _Options(names, mesh, wanted, single, has_aux, aux_specs, loss == "ratio", trust)
     return ValueAndGrad(loss_fn, options, dict(in_specs or {}), as_now(specs), mean)
@@ -198,6 +217,7 @@ class ValueAndGrad:
         tree = trees[0] if options.single else tuple(trees)
         ranks = Ranks.of(options.names, options.mesh or _mesh(options.names, arrays))
         shards = Shards.of(arguments, arrays, places, ranks, self._specs, single=options.single)
+        shards.require_whole()
         if not shards.sharded:
             return self._mean.init(tree, ranks.mesh)
         # Compiled, so that no device ever holds the memory of a whole parameter.
@@ -229,6 +249,8 @@ class ValueAndGrad:
             options.single,
         )
         step = self._step(program, arrays)
+        if state is not None:
+            step.shards.require_whole()
         value, grads, aux, rests, state = self._execute(step, arrays, state)
         objects = [x for x in (*args, *kwargs.values()) if is_nnx(x)]
         for owner, rest in zip(objects, rests, strict=True):
@@ -245,7 +267,11 @@ class ValueAndGrad:
             return raw and _compat.is_key_data(whole().jaxpr, i)
 
         given = program.arguments, arrays, program.places
-        splits = split.choose(ranks, *given, self._in_specs, is_raw_key)
+        shards = Shards.of(*given, ranks, self._specs, single=options.single)
+        trained = [i for i, place in enumerate(program.places) if place.trained]
+        pairs = zip(trained, shards.dimensions, strict=True)
+        cut = {i: d for i, d in pairs if d is not None}
+        splits = split.choose(ranks, *given, self._in_specs, cut, is_raw_key)
         if ranks.world > 1 and all(s.dimension is None for s in splits):
             raise ValueError(
                 f"{CALLER}: nothing is split over {ranks.axis!r}, so each of its {ranks.world} "
@@ -269,9 +295,17 @@ class ValueAndGrad:
             losses, (value, aux, rests, grads) = program.check(arrays, splits, part, whole())
             program.require_mean(losses, value, grads)
         outputs = program.outputs(options.aux_specs, part, aux, rests)
-        shards = Shards.of(
-            program.arguments, arrays, program.places, ranks, self._specs, single=options.single
-        )
+        if cut:
+            tree = program.parameters(shards.local(ranks, [arrays[i] for i in trained]))
+            each = zip(trained, self._mean.gathers(tree, shards), strict=True)
+            gathers = {i: gather for i, gather in each if gather is not None}
+            part = program.part(arrays, splits, gathers=gathers)
+        elif self._mean.weights != _EXACT and ranks.world > 1:
+            raise ValueError(
+                f"{CALLER}: weights={self._mean.weights} is for parameters that are sharded over "
+                f"{ranks.axis!r}, and none is known to be; name the axis in specs=, as in "
+                f"specs={{'w': {line(ranks.spec(0))}}}."
+            )
         return _Step(part, splits, ranks, shards, outputs, self._mean)
 
     def _execute(self, step: _Step, arrays: list[jax.Array], state: Pytree) -> Pytree:
@@ -350,13 +384,17 @@ class _Step:
             return jax.tree.map(spec, tree, is_leaf=_is_output)
 
         kept = state_specs(state, ranks.axis) if state is not None else everywhere
-        arrays_at = [ranks.spec(s.dimension) for s in self.splits]
+        arrays_at = [ranks.spec(s.cut) for s in self.splits]
+        like = self.part.parts(self.part.jaxpr.out_avals)[3]
+        grads_at = jax.tree.unflatten(
+            jax.tree.structure(like), map(ranks.spec, self.shards.dimensions)
+        )
         placed = [ranks.placed(x, s.dimension) for x, s in zip(arrays, self.splits, strict=True)]
         return jax.shard_map(
             local,
             mesh=ranks.mesh,
             in_specs=(everywhere, arrays_at, kept),
-            out_specs=(everywhere, everywhere, *specs(self.outputs), kept),
+            out_specs=(everywhere, grads_at, *specs(self.outputs), kept),
             axis_names=set(ranks.names),
             check_vma=False,
         )(list(consts), placed, state)
