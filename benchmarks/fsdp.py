@@ -1,4 +1,4 @@
-"""What quantized weights and gradients cost sharded training: losses of example 11 over five seeds.
+"""What quantized weights and gradients cost sharded training: losses of example 03 over five seeds.
 
     python benchmarks/fsdp.py --json benchmarks/results/fsdp.jsonl
 
@@ -24,7 +24,7 @@ import measure
 from cgx_jax.compressors import NonUniform, ShiftedLattice
 from model import Transformer
 
-fsdp = importlib.import_module("11_fsdp")
+fsdp = importlib.import_module("03_fsdp")
 LATTICE = ShiftedLattice(8)
 WAYS = {  # compressors of weights and gradients, and options of `scatter_gradients`
     "exact": (cgx_jax.Identity(), cgx_jax.Identity(), {}),
@@ -34,6 +34,7 @@ WAYS = {  # compressors of weights and gradients, and options of `scatter_gradie
         {"precondition": cgx_jax.SecondMoment()},
     ),
     "8 and 4 bits, stochastic": (LATTICE, cgx_jax.Quantize(4, rounding="stochastic"), {}),
+    "8 and 4 bits, nearest": (cgx_jax.Quantize(8), cgx_jax.Quantize(4, rotation=True), {}),
     "5 and 4 bits": (ShiftedLattice(5), cgx_jax.Quantize(4), {}),
     "5 and 4 bits, learned levels": (NonUniform(5, "fitted"), NonUniform(4, "fitted"), {}),
 }

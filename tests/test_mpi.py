@@ -61,7 +61,10 @@ def in_turn(world):
     return run(world, *names, code=None)
 
 
-of_two_ranks = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def of_two_ranks(test):
+    """Marks a test of `in_turn`; one process has all of them, so that it runs once."""
+    worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+    return pytest.mark.xdist_group("in turn")(worlds(test))
 
 
 def of_rank(output, rank):
