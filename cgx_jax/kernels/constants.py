@@ -10,6 +10,7 @@ from cgx_jax.kernels import wire
 
 LONGEST_BUCKET = 4096  # the longest bucket whose values a kernel keeps
 SHORTEST_BUCKET = 8  # the shortest bucket that a warp takes
+LONGEST_IN_UNITS = 512  # the longest bucket whose values a CUDA kernel multiplies by units
 SCRATCH_WORDS = 6146  # scratch memory of a selection on CUDA, passed as its last result
 ALIGNMENT = 128  # of the first byte of a message over NCCL
 MOST_STREAMS = 8  # of a call over NCCL
@@ -26,6 +27,7 @@ CPU = {
 }
 CUDA = CPU | {
     "shortest_bucket": SHORTEST_BUCKET,
+    "longest_in_units": LONGEST_IN_UNITS,
     "scratch_words": SCRATCH_WORDS,
     "alignment": ALIGNMENT,
     "most_streams": MOST_STREAMS,

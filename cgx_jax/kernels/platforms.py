@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax.kernels import native
+from cgx_jax.kernels.constants import LONGEST_IN_UNITS
 
 Lowering = Callable[..., Any]
 
@@ -17,12 +19,12 @@ Lowering = Callable[..., Any]
 class Platform(NamedTuple):
     """A platform of JAX: its `module` of kernels, or None where that is not installed.
 
-    `takes_units` says whether its codec multiplies by units. `missing`, if any, is called when a
-    program is compiled without the kernels.
+    Its codec multiplies the values of buckets of up to `longest_in_units` by units. `missing`, if
+    any, is called when a program is compiled without the kernels.
     """
 
     module: Callable[[], ModuleType | None]
-    takes_units: bool
+    longest_in_units: float
     missing: Callable[[], None] | None = None
 
     def has(self, target: str) -> bool:
@@ -32,8 +34,8 @@ class Platform(NamedTuple):
 
 
 PLATFORMS = {
-    "cpu": Platform(native.module, takes_units=True),
-    "cuda": Platform(native.cuda_module, takes_units=False, missing=native.warn_of_missing_cuda),
+    "cpu": Platform(native.module, math.inf),
+    "cuda": Platform(native.cuda_module, LONGEST_IN_UNITS, native.warn_of_missing_cuda),
 }
 
 

@@ -350,7 +350,7 @@ def define(
 ) -> Primitive:
     """Defines a primitive by its results' `shapes`, its jnp `fallback` and native calls of `name`.
 
-    `scaled` applies units around a call without units, for platforms whose kernels take none.
+    `scaled` applies units around a call without units, for kernels that do not take them.
     """
     p = Primitive(name)
     p.multiple_results = True
@@ -362,7 +362,7 @@ def define(
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
         return _batch_rule(p, size, args, dims, params)
 
-    def rule(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(lowering: Callable[..., Any], longest_in_units: float = 0) -> Callable[..., Any]:
         if scaled is None:
             return lowering
         around = mlir.lower_fun(functools.partial(scaled, p), multiple_results=True)
@@ -370,7 +370,8 @@ def define(
         def with_units(
             ctx: mlir.LoweringRuleContext, *operands: jax.Array, layout: Layout, **params: Any
         ) -> Any:
-            lower = around if any(f.units for f in layout.slots) else lowering
+            outside = any(f.units and f.bucket_size > longest_in_units for f in layout.slots)
+            lower = around if outside else lowering
             return lower(ctx, *operands, layout=layout, **params)
 
         return with_units
@@ -378,8 +379,7 @@ def define(
     batching.primitive_batchers[p] = batch
 
     def on(_: str, platform: platforms.Platform) -> Callable[..., Any]:
-        lowering = _native_lowering(name)
-        return lowering if platform.takes_units else rule(lowering)
+        return rule(_native_lowering(name), platform.longest_in_units)
 
     platforms.register(p, rule(mlir.lower_fun(fallback, multiple_results=True)), on)
     return p

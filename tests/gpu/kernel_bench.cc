@@ -76,6 +76,7 @@ struct Case {
   int64_t bucket = 512;
   int64_t leaves = 1;
   bool zeros = false;  // half of the segments are zero
+  bool units = false;  // leaves are matrices with a factor per row and column
 
   std::string name() const {
     std::string text = kKernels[static_cast<int>(kernel)];
@@ -85,6 +86,7 @@ struct Case {
     if (rounding) text += " stochastic";
     if (rotated) text += " rotated";
     if (zeros) text += " zeros";
+    if (units) text += " units";
     if (residual) text += " residual";
     if (bucket != 512) text += " bucket " + std::to_string(bucket);
     if (leaves != 1) text += " leaves " + std::to_string(leaves);
@@ -121,6 +123,16 @@ std::vector<Case> cases() {
     all.push_back({Kernel::kReduce, 4, dtype, 8, 0, true, true});
     all.push_back({Kernel::kEncode, 4, dtype, 1, 1, true});
     all.push_back({Kernel::kAccumulate, 4, dtype, 2});
+  }
+  // What is recommended under Adam.
+  for (D dtype : {D::kF32, D::kBF16}) {
+    for (int bits : {4, 3}) {
+      for (Kernel kernel : {Kernel::kEncode, Kernel::kDecode, Kernel::kReduce}) {
+        Case units = {kernel, bits, dtype, kernel == Kernel::kReduce ? 8 : 1, 0, true};
+        units.units = true;
+        all.push_back(units);
+      }
+    }
   }
   for (int bits : {1, 2, 3, 5, 6, 7}) {
     all.push_back({Kernel::kEncode, bits});
@@ -194,6 +206,7 @@ class Bench {
     in_ = make(size_ * item_);
     fill(*in_, noise);
     if (c.zeros) clear_segments();
+    if (c.units) make_units();
     payload_ = make(rows() * layout().chunk_bytes);
     key_ = make(sizeof(kKey));
     key_->set(kKey, sizeof(kKey));
@@ -241,20 +254,22 @@ class Bench {
         residual_ ? cgx::LeavesOut{lost.data(), dtypes_.data()} : cgx::LeavesOut{};
     const auto* const key = reinterpret_cast<const uint32_t*>(key_->data());
     auto* const payload = reinterpret_cast<uint8_t*>(payload_->data());
+    const auto all_units = units_of(units_ ? units_->data() : nullptr);
+    const cgx::LeafUnits* const units = units_ ? all_units.data() : nullptr;
     switch (case_.kernel) {
       case Kernel::kEncode:
-        CGX_REQUIRE(cgx::encode(
-            {layout(), leaves, residuals, key, cgx::RankSource{nullptr, -1}, payload, true}, all,
-            stream));
+        CGX_REQUIRE(cgx::encode({layout(), leaves, residuals, key, cgx::RankSource{nullptr, -1},
+                                 payload, true, 0, units},
+                                all, stream));
         return;
       case Kernel::kDecode:
-        CGX_REQUIRE(cgx::decode({layout(), payload, outs}, all, stream));
+        CGX_REQUIRE(cgx::decode({layout(), payload, outs, units}, all, stream));
         return;
       case Kernel::kReduce: {
         const std::vector<cgx::Range> own = {{layout().begin[kRank], layout().begin[kRank + 1]}};
         CGX_REQUIRE(
             cgx::reduce({layout(), leaves, key, cgx::RankSource{nullptr, kRank}, payload, divisor(),
-                         reinterpret_cast<uint8_t*>(out_->data()), true, residuals},
+                         reinterpret_cast<uint8_t*>(out_->data()), true, residuals, units},
                         own, stream));
         return;
       }
@@ -285,21 +300,23 @@ class Bench {
     const cgx::LeavesOut residuals =
         residual_ ? cgx::LeavesOut{residual.data(), dtypes_.data()} : cgx::LeavesOut{};
     const cgx::Layout l = layout();
+    const auto all_units = units_of(factors_.data());
+    const cgx::LeafUnits* const units = units_ ? all_units.data() : nullptr;
     switch (case_.kernel) {
       case Kernel::kEncode: {
         std::vector<uint8_t> expected(payload.size(), 0xFF);
-        cpu.encode({l, leaves, residuals, kKey, -1, expected.data(), scratch.data()}, 0,
+        cpu.encode({l, leaves, residuals, kKey, -1, expected.data(), scratch.data(), units}, 0,
                    l.total_bytes());
         cgx::zero_tails(l, expected.data());
         if (expected != payload) return false;
         break;
       }
       case Kernel::kDecode:
-        cpu.decode({l, payload.data(), outs, scratch.data()}, 0, l.total_bytes());
+        cpu.decode({l, payload.data(), outs, scratch.data(), units}, 0, l.total_bytes());
         break;
       case Kernel::kReduce:
         cpu.reduce({l, leaves, kKey, kRank, payload.data(), divisor(), result.data(),
-                    scratch.data(), residuals},
+                    scratch.data(), residuals, units},
                    l.begin[kRank], l.begin[kRank + 1]);
         break;
       case Kernel::kAccumulate:
@@ -316,6 +333,23 @@ class Bench {
   void clear_segments() const {
     const int64_t bytes = segment() * item_, pairs = in_->bytes() / (2 * bytes);
     CGX_REQUIRE(cudaMemset2D(in_->data(), 2 * bytes, 0, bytes, pairs));
+  }
+  // One set of units for all leaves: rows, then columns.
+  void make_units() {
+    columns_ = std::min<int64_t>(leaf_, 4096);
+    while (leaf_ % columns_ != 0) --columns_;
+    std::mt19937 rng(2);
+    std::uniform_real_distribution<float> factor(0.5f, 2.0f);
+    factors_.resize(2 * (leaf_ / columns_ + columns_));
+    for (float& f : factors_) f = factor(rng);
+    units_ = make(factors_.size() * sizeof(float));
+    units_->set(factors_.data(), factors_.size() * sizeof(float));
+  }
+  std::vector<cgx::LeafUnits> units_of(const void* first) const {
+    if (!units_) return {};
+    const auto* const rows = static_cast<const float*>(first);
+    const int64_t count = leaf_ / columns_;
+    return std::vector<cgx::LeafUnits>(case_.leaves, {rows, rows + 2 * count, count, columns_});
   }
   static std::unique_ptr<DeviceMemory> make(int64_t bytes) {
     return std::make_unique<DeviceMemory>(std::max<int64_t>(bytes, 16));
@@ -362,7 +396,9 @@ class Bench {
   const int64_t chunks_, leaf_, size_, item_;
   const std::vector<cgx::DType> dtypes_;
   cgx::OwnedLayout owned_;
-  std::unique_ptr<DeviceMemory> in_, out_, payload_, residual_, key_;
+  int64_t columns_ = 0;
+  std::vector<float> factors_;
+  std::unique_ptr<DeviceMemory> in_, out_, payload_, residual_, key_, units_;
 };
 
 // A graph of `count` launches.

@@ -9,8 +9,6 @@ namespace cgx {
 inline namespace CGX_ISA {
 namespace {
 
-enum Way { kIn, kOut };
-
 // Loads `live` values, at most one vector. The other lanes repeat the first value.
 template <typename Store>
 CGX_HD F32 load_part(const typename Store::Item* from, int64_t live) {

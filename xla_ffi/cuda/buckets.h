@@ -310,10 +310,17 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int ti
   store_codes(bucket, Record::planes(record), tile, codes);
 }
 
-// Stores the encoding error of a tile, times `factor`. It is 0 in masked segments.
-__device__ void store_lost(const Bucket& bucket, int tile, float factor, uint32_t mask, Tile t) {
+// Stores the encoding error of a tile, times `factor`, out of its units. It is 0 in masked
+// segments.
+template <typename Factors>
+__device__ void store_lost(const Bucket& bucket, int tile, float factor, const Factors& factors,
+                           uint32_t mask, Tile t) {
   rotate_back(bucket, tile, &t);
   t.each([&](float& x, int, int) { x = canonical_nan(x * factor); });
+  if (factors.any()) {
+    factors.multiply(bucket, tile, kOut, &t);
+    t.each([&](float& x, int, int) { x = canonical_nan(x); });
+  }
   if (mask != 0) clear_segments(bucket, tile, mask, &t);
   store_tile<false>(bucket, tile, t);
 }
@@ -335,9 +342,10 @@ __device__ Meta meta_of(const Bucket& bucket, Range range, const Tile& t, F smal
 // with pads inside the range. kTiles is the largest number of tiles; `values` is then called once
 // per tile. If the number is unknown, kTiles is 0 and `values` is called twice per tile. After all
 // tiles, `zeros()` returns the mask. With kResidual, this stores the encoding error times `factor`.
-template <int kTiles, bool kStochastic, bool kResidual, typename Values, typename Zeros>
-__device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record, Values values,
-                              Zeros zeros, float factor) {
+template <int kTiles, bool kStochastic, bool kResidual, typename Factors, typename Values,
+          typename Zeros>
+__device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record,
+                              const Factors& factors, Values values, Zeros zeros, float factor) {
   Range range;
   Meta meta;
   uint32_t mask;
@@ -349,7 +357,7 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
   };
   const auto code = [&](int k, Tile* t) {
     encode_tile<kStochastic, kResidual>(bucket, meta, noise, k, record, t);
-    if (kResidual) store_lost(bucket, k, factor, mask, *t);
+    if (kResidual) store_lost(bucket, k, factor, factors, mask, *t);
   };
   if constexpr (kTiles == 0) {
     uint32_t smallest = Range::kNone;

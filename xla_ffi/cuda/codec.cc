@@ -2,6 +2,7 @@
 #include "cuda/codec.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace cgx {
 namespace {
@@ -12,13 +13,14 @@ namespace {
 template <typename Launch>
 class Tables {
  public:
-  explicit Tables(Launch launch) : launch_(launch) {}
+  Tables(const LeafUnits* units, Launch launch) : launch_(launch), units_(units) {}
 
   // `record` is where the run's first record lies.
   void add(const Run& run, const void* in, void* out, DType dtype, int64_t record) {
     stochastic_ = run.slot.rounding != Rounding::kNearest;
     const Piece piece = piece_of(run, in, out, dtype, record);
-    add(piece, run.values(), item_size(dtype), std::min(run.slot.size, run.slot.bucket_size));
+    const LeafUnits own = units_ ? units_[run.leaf] : LeafUnits{};
+    add(piece, own, run.values(), item_size(dtype), std::min(run.slot.size, run.slot.bucket_size));
   }
   void clear(uint8_t* bytes, int64_t count, int64_t chunk) {
     if (count == 0) return;
@@ -26,7 +28,7 @@ class Tables {
     piece.out = reinterpret_cast<char*>(bytes);
     piece.unit = kClearedUnit;
     piece.chunk = static_cast<int32_t>(chunk);
-    add(piece, count, /*item=*/1, /*longest=*/0);
+    add(piece, {}, count, /*item=*/1, /*longest=*/0);
   }
   // Launches what is left. Returns the first error of all launches.
   cudaError_t finish() {
@@ -38,12 +40,14 @@ class Tables {
  private:
   struct Filling {
     Table table;  // its pieces are not zeroed: that would take longer than filling most tables
+    std::vector<LeafUnits> leaves;  // of the pieces, if any leaf has units
     int64_t chunk_units, most, longest;
     int32_t chunk;
 
     Filling() { clear(); }
     void clear() {
       table.units = table.count = 0;
+      leaves.clear();
       chunk_units = most = longest = 0;
       chunk = -1;
     }
@@ -51,10 +55,10 @@ class Tables {
 
   // Adds `total` values (or bytes to clear), in units of the piece's size. The limit on a table's
   // units may split them into several pieces. `longest` is the longest bucket.
-  void add(Piece piece, int64_t total, int64_t item, int64_t longest) {
+  void add(Piece piece, const LeafUnits& own, int64_t total, int64_t item, int64_t longest) {
     Filling& f = tables_[stochastic_];
     while (total > 0) {
-      if (f.table.count >= most_pieces(std::max(f.longest, longest)) ||
+      if (f.table.count >= most_pieces(std::max(f.longest, longest), units_ != nullptr) ||
           f.table.units == kTableUnits) {
         flush(stochastic_);
       }
@@ -70,6 +74,7 @@ class Tables {
       f.chunk = piece.chunk;
       f.most = std::max(f.most, f.chunk_units);
       f.table.piece[f.table.count++] = piece;
+      if (units_) f.leaves.push_back(own);
       total -= values;
       if (piece.in) piece.in += values * item;
       if (piece.out) piece.out += values * item;
@@ -81,12 +86,14 @@ class Tables {
     Filling& f = tables_[stochastic];
     if (f.table.count > 0 && error_ == cudaSuccess) {
       f.table.tiles = static_cast<int32_t>((f.longest + kTileValues - 1) / kTileValues);
-      error_ = launch_(f.table, stochastic, static_cast<int32_t>(f.most));
+      const TableOptions options{units_ ? f.leaves.data() : nullptr, stochastic};
+      error_ = launch_(f.table, options, static_cast<int32_t>(f.most));
     }
     f.clear();
   }
 
   Launch launch_;
+  const LeafUnits* const units_;  // one per leaf; null: no leaf has any
   Filling tables_[2];
   bool stochastic_ = false;  // the table of the last run
   cudaError_t error_ = cudaSuccess;
@@ -116,9 +123,9 @@ cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cud
   const Layout& layout = call.layout;
   const EncodeArgs args{call.payload, call.key, call.key_step, call.rank,
                         static_cast<int32_t>(layout.world)};
-  Tables tables([&](const Table& table, bool stochastic, int32_t) {
-    return launch_encode(table, args, stochastic, call.residuals.data != nullptr, table.units,
-                         stream);
+  Tables tables(call.units, [&](const Table& table, TableOptions options, int32_t) {
+    options.residual = call.residuals.data != nullptr;
+    return launch_encode(table, args, options, table.units, stream);
   });
   for_each_chunk(
       layout, ranges,
@@ -141,8 +148,9 @@ cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cud
   const ReduceArgs args{
       call.payload, call.chunk, layout.chunk_bytes, static_cast<int32_t>(layout.world),
       call.key,     call.rank,  call.divisor};
-  Tables tables([&](const Table& table, bool stochastic, int32_t most) {
-    return launch_reduce(table, args, stochastic, call.residuals.data != nullptr, most, stream);
+  Tables tables(call.units, [&](const Table& table, TableOptions options, int32_t most) {
+    options.residual = call.residuals.data != nullptr;
+    return launch_reduce(table, args, options, most, stream);
   });
   for_each_chunk(
       layout, ranges,
@@ -160,8 +168,8 @@ cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cud
 
 cudaError_t decode(const CudaDecode& call, const std::vector<Range>& ranges, cudaStream_t stream) {
   const DecodeArgs args{call.payload};
-  Tables tables([&](const Table& table, bool, int32_t) {
-    return launch_decode(table, args, table.units, stream);
+  Tables tables(call.units, [&](const Table& table, TableOptions options, int32_t) {
+    return launch_decode(table, args, options, table.units, stream);
   });
   for_each_chunk(
       call.layout, ranges,
@@ -177,7 +185,7 @@ cudaError_t accumulate(const CudaAccumulate& call, const std::vector<Range>& ran
                        cudaStream_t stream) {
   const AccumulateArgs args{call.payload, call.layout.chunk_bytes, static_cast<int32_t>(call.peers),
                             call.rank, call.divisor};
-  Tables tables([&](const Table& table, bool, int32_t) {
+  Tables tables(nullptr, [&](const Table& table, TableOptions, int32_t) {
     return launch_accumulate(table, args, call.leaves.data == nullptr, table.units, stream);
   });
   for_each_chunk(

@@ -45,7 +45,8 @@ inline Piece piece_of(const Run& run, const void* in, void* out, DType dtype, in
 }
 
 // Every call works on the records that start in the ranges, which must be in order. With `tails` it
-// also clears the bytes past the end of each chunk that lies in one of the ranges.
+// also clears the bytes past the end of each chunk that lies in one of the ranges. `units` has one
+// entry per leaf, or is null. With units, no bucket may be longer than kTileValues.
 
 struct CudaEncode {
   Layout layout;
@@ -56,6 +57,7 @@ struct CudaEncode {
   uint8_t* payload;
   bool tails;
   int32_t key_step = 0;  // words from one chunk's key to the next; 0: one key for all
+  const LeafUnits* units = nullptr;
 };
 cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cudaStream_t stream);
 
@@ -69,6 +71,7 @@ struct CudaReduce {
   uint8_t* chunk;
   bool tails;
   LeavesOut residuals;  // data null: none
+  const LeafUnits* units = nullptr;
 };
 cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cudaStream_t stream);
 
@@ -76,6 +79,7 @@ struct CudaDecode {
   Layout layout;
   const uint8_t* payload;
   LeavesOut leaves;
+  const LeafUnits* units = nullptr;
 };
 cudaError_t decode(const CudaDecode& call, const std::vector<Range>& ranges, cudaStream_t stream);
 

@@ -58,13 +58,20 @@ struct TableOf {
   int32_t tiles;  // of the longest bucket
 };
 using Table = TableOf<kManyPieces>;
-static_assert(sizeof(TableOf<kFewPieces>) <= 4000 && sizeof(Table) <= 32668,
+// The kernels for leaves with units have one size of table, and buckets of one tile.
+constexpr int kPiecesInUnits = 338;
+struct TableInUnits : TableOf<kPiecesInUnits> {
+  LeafUnits leaves[kPiecesInUnits];  // the units of each piece's leaf
+};
+static_assert(sizeof(TableOf<kFewPieces>) <= 4000 && sizeof(Table) <= 32668 &&
+                  sizeof(TableInUnits) <= 32668,
               "a table and a kernel's arguments are its parameters");
 
 constexpr int64_t kTileValues = 512;
 // The most pieces that a launch takes. Kernels for longer buckets take the longest to compile, so
 // they come only in the small size.
-constexpr int most_pieces(int64_t longest_bucket) {
+constexpr int most_pieces(int64_t longest_bucket, bool in_units) {
+  if (in_units) return kPiecesInUnits;
   return longest_bucket <= kTileValues ? kManyPieces : kFewPieces;
 }
 
@@ -104,14 +111,20 @@ struct AccumulateArgs {
   float divisor;
 };
 
+// What the pieces of a table have in common.
+struct TableOptions {
+  const LeafUnits* leaves;  // the units of each piece's leaf; null: no leaf has any
+  bool stochastic = false, residual = false;
+};
+
 // Each function starts one kernel with work for at most `units` warps. reduce_kernel works on the
 // pieces of one chunk, so pieces must be in the order of their chunks.
-cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
-                          bool residual, int32_t units, cudaStream_t stream);
-cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
-                          bool residual, int32_t units, cudaStream_t stream);
-cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t units,
-                          cudaStream_t stream);
+cudaError_t launch_encode(const Table& table, const EncodeArgs& args, TableOptions options,
+                          int32_t units, cudaStream_t stream);
+cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, TableOptions options,
+                          int32_t units, cudaStream_t stream);
+cudaError_t launch_decode(const Table& table, const DecodeArgs& args, TableOptions options,
+                          int32_t units, cudaStream_t stream);
 cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, bool from_zeros,
                               int32_t units, cudaStream_t stream);
 

@@ -1,6 +1,8 @@
 // The all-reduce over peers' memory, and its launches.
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "cuda/peer.h"
 #include "cuda/signals.h"
 #include "cuda/steps.h"
@@ -119,8 +121,9 @@ class PeerWarp {
           const Bucket bucket(piece, rotation, number);
           const Noise noise{seed.bucket(bucket.of_leaf()), offset};
           uint8_t* const record = row + bucket.record();
-          noisy ? encode_values<kTiles, true, kResidual>(bucket, noise, record)
-                : encode_values<kTiles, false, kResidual>(bucket, noise, record);
+          const NoFactors none;
+          noisy ? encode_values<kTiles, true, kResidual>(bucket, noise, none, record)
+                : encode_values<kTiles, false, kResidual>(bucket, noise, none, record);
         };
       });
       __syncwarp();
@@ -149,12 +152,12 @@ class PeerWarp {
           const Bucket bucket(piece, rotation, number);
           const Noise noise{seed.bucket(bucket.of_leaf()), 0.0f};
           uint8_t* const record = means + bucket.record();
-          noisy ? reduce_records<kTiles, kAhead, true, kResidual>(bucket, noise, rows,
-                                                                  args_.row_bytes, world, own,
-                                                                  divide_, args_.divisor, record)
-                : reduce_records<kTiles, kAhead, false, kResidual>(bucket, noise, rows,
-                                                                   args_.row_bytes, world, own,
-                                                                   divide_, args_.divisor, record);
+          const auto reduce = [&](auto stochastic) {
+            reduce_records<kTiles, kAhead, decltype(stochastic)::value, kResidual>(
+                bucket, noise, NoFactors(), rows, args_.row_bytes, world, own, divide_,
+                args_.divisor, record);
+          };
+          noisy ? reduce(std::true_type()) : reduce(std::false_type());
         };
       });
     });
@@ -193,7 +196,7 @@ class PeerWarp {
         const LeafSeed rotation = Rotation::leaf_seed(piece.number);
         return [=](int number) {
           const Bucket bucket(piece, rotation, number);
-          decode_record(bucket, row + bucket.record());
+          decode_record(bucket, NoFactors(), row + bucket.record());
         };
       });
     });

@@ -5,36 +5,17 @@
 #ifndef CGX_CUDA_SEGMENTS_H_
 #define CGX_CUDA_SEGMENTS_H_
 
-#include "cuda/tiles.h"
+#include "cuda/factors.h"
 
 namespace cgx {
 namespace {
 
 // Which segment of its bucket each value is in: MaskSegments of format/quantize.h in 32 bits.
-struct BucketSegments {
-  uint32_t length, phase;
-  uint32_t inverse;  // of the length, times 2^32
-
-  __device__ explicit BucketSegments(const Bucket& bucket) {
-    const uint64_t whole = bucket.piece.segment;
-    const uint32_t values = static_cast<uint32_t>(bucket.piece.unit);
-    const uint64_t before = static_cast<uint64_t>(bucket.of_leaf()) * values % whole;
-    if (whole <= values) {
-      length = static_cast<uint32_t>(whole), phase = static_cast<uint32_t>(before);
-    } else {
-      // The bucket meets one end of a segment or none.
-      const uint64_t first = whole - before;
-      length = values, phase = first < values ? values - static_cast<uint32_t>(first) : 0;
-    }
-    inverse = UINT32_MAX / length;
-  }
-  __device__ uint32_t number(int i) const {
-    const uint32_t place = phase + static_cast<uint32_t>(i);
-    // At most 1 too small.
-    const uint32_t number = static_cast<uint32_t>(uint64_t{place} * inverse >> 32);
-    return number + (place - number * length >= length);
-  }
-};
+__device__ Parts segments_of(const Bucket& bucket) {
+  const uint64_t whole = bucket.piece.segment;
+  const uint32_t values = static_cast<uint32_t>(bucket.piece.unit);
+  return Parts(whole, static_cast<uint64_t>(bucket.of_leaf()) * values % whole, values);
+}
 
 __device__ bool is_zero(const char* values, int i, DType dtype) {
   if (dtype == DType::kF32) return reinterpret_cast<const uint32_t*>(values)[i] << 1 == 0;
@@ -57,7 +38,7 @@ __device__ bool may_have_zeros(const Bucket& bucket, int tile, const Tile& t) {
 
 // The mask of a bucket of a leaf.
 __device__ uint32_t zero_segments(const Bucket& bucket) {
-  const BucketSegments segments(bucket);
+  const Parts segments = segments_of(bucket);
   const char* const values = bucket.in();
   uint32_t nonzero = 0;
 #pragma unroll 1
@@ -70,7 +51,7 @@ __device__ uint32_t zero_segments(const Bucket& bucket) {
 
 // Sets the values of masked segments, and those that do not exist, to 0.
 __device__ void clear_segments(const Bucket& bucket, int tile, uint32_t mask, Tile* t) {
-  const BucketSegments segments(bucket);
+  const Parts segments = segments_of(bucket);
   t->each([&](float& x, int r, int c) {
     const int i = bucket.index(tile, r) + c;
     if (i >= bucket.values || mask >> segments.number(i) & 1u) x = 0.0f;

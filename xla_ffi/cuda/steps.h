@@ -32,15 +32,19 @@ __device__ LeafSeed noise_of(const uint32_t* key, const Piece& piece) {
 }
 
 // Encodes a bucket's values.
-template <int kTiles, bool kStochastic, bool kResidual>
-__device__ void encode_values(const Bucket& bucket, Noise noise, uint8_t* record) {
+template <int kTiles, bool kStochastic, bool kResidual, typename Factors>
+__device__ void encode_values(const Bucket& bucket, Noise noise, const Factors& factors,
+                              uint8_t* record) {
   bool maybe = false;
+  float pad = 0.0f;
   encode_bucket<kTiles, kStochastic, kResidual>(
-      bucket, noise, record,
+      bucket, noise, record, factors,
       [&](int k) {
-        Tile t = load_tile(bucket, k, Pad::kFirst);
+        Tile t = load_tile(bucket, k, Factors::kAny ? Pad::kZero : Pad::kFirst);
         maybe |= may_have_zeros(bucket, k, t);
+        factors.multiply(bucket, k, kIn, &t);
         rotate(bucket, k, &t);
+        if (Factors::kAny) replace_pads(bucket, k, &pad, &t);
         return t;
       },
       [&] { return __any_sync(kEveryLane, maybe) ? zero_segments(bucket) : 0; }, 1.0f);
@@ -49,16 +53,17 @@ __device__ void encode_values(const Bucket& bucket, Noise noise, uint8_t* record
 // Adds the peers' records, which lie in rows of `payload`, to the bucket's values and encodes their
 // mean: the sum divided by `divisor`, which `divide` does. kAhead records are in flight at once.
 // With kTiles > 1, no record may have a mask.
-template <int kTiles, int kAhead, bool kStochastic, bool kResidual>
-__device__ void reduce_records(const Bucket& bucket, Noise noise, const uint8_t* payload,
-                               int64_t row_bytes, int world, int own, Divide divide, float divisor,
-                               uint8_t* record) {
+template <int kTiles, int kAhead, bool kStochastic, bool kResidual, typename Factors>
+__device__ void reduce_records(const Bucket& bucket, Noise noise, const Factors& factors,
+                               const uint8_t* payload, int64_t row_bytes, int world, int own,
+                               Divide divide, float divisor, uint8_t* record) {
   const uint8_t* const records = payload + bucket.record();
   float pad = 0.0f;
   uint32_t mask = 0;
   const auto mean = [&](int k) {
     Peers<kAhead> peers(bucket, records, row_bytes, world, own, k);
     Tile t = load_tile(bucket, k, Pad::kZero);
+    factors.multiply(bucket, k, kIn, &t);
     rotate(bucket, k, &t);
     peers.template add_to<kTiles <= 1>(bucket, k, &t);
     mask = peers.common_mask();
@@ -67,17 +72,25 @@ __device__ void reduce_records(const Bucket& bucket, Noise noise, const uint8_t*
     return t;
   };
   encode_bucket<kTiles, kStochastic, kResidual>(
-      bucket, noise, record, mean, [&] { return mask != 0 ? mask & zero_segments(bucket) : 0; },
-      divisor);
+      bucket, noise, record, factors, mean,
+      [&] { return mask != 0 ? mask & zero_segments(bucket) : 0; }, divisor);
 }
 
-// Limits values to the range of floats, which decoded values may leave when they are rotated back.
-__device__ void keep_within(Tile* t) {
-  t->each([&](float& x, int, int) { x = within(canonical_nan(x), kLargest); });
+// Limits values to a range, which decoded values may leave when they are rotated back or
+// multiplied.
+__device__ void keep_within(float largest, Tile* t) {
+  t->each([&](float& x, int, int) { x = within(canonical_nan(x), largest); });
+}
+
+// The largest value of a dtype.
+__device__ float largest_of(DType dtype) {
+  constexpr float kLargestBf16 = 3.38953139e+38f, kLargestF16 = 65504.0f;
+  return dtype == DType::kF32 ? kLargest : dtype == DType::kBF16 ? kLargestBf16 : kLargestF16;
 }
 
 // Decodes a bucket.
-__device__ void decode_record(const Bucket& bucket, const uint8_t* record) {
+template <typename Factors>
+__device__ void decode_record(const Bucket& bucket, const Factors& factors, const uint8_t* record) {
   constexpr float kHarmless = 1.2676506e+30f;  // 2^100: no sum of 512 overflows
   const int planes = Planes(bucket.bits, bucket.lane.half).count;
   for (int k = 0; k < bucket.tiles(); ++k) {
@@ -101,10 +114,15 @@ __device__ void decode_record(const Bucket& bucket, const uint8_t* record) {
     if (bucket.rotated) {
       rotate_back(bucket, k, &t);
       const float largest = fabsf(meta.lo) + 255.0f * fabsf(meta.unit);
-      if (!(largest <= kHarmless)) keep_within(&t);
+      if (!(largest <= kHarmless)) keep_within(kLargest, &t);
+    }
+    if (factors.any()) {
+      keep_within(kLargest, &t);
+      factors.multiply(bucket, k, kOut, &t);
+      keep_within(largest_of(bucket.dtype), &t);
     }
     if (mask != 0) clear_segments(bucket, k, mask, &t);
-    store_tile<true>(bucket, k, t);
+    store_tile<!Factors::kAny>(bucket, k, t);
   }
 }
 

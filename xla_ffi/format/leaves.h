@@ -24,12 +24,15 @@ struct LeavesOut {
 
 // The factors of a leaf's values: value i is multiplied by
 // rows[i / num_columns] * columns[i % num_columns]. Each array has two halves. The first half is
-// used before encoding, the second half after decoding. Only the CPU kernels take units.
+// used before encoding, the second half after decoding.
 struct LeafUnits {
   const float* rows = nullptr;  // null: the leaf has none
   const float* columns = nullptr;
   int64_t num_rows = 0, num_columns = 0;
 };
+
+// Which half of a leaf's units a step uses.
+enum Way { kIn, kOut };
 
 }  // namespace cgx
 

@@ -65,8 +65,8 @@ struct Operands {
 };
 
 // `Device` does the work. Device::Context is the context of the FFI call, and Device::Given is the
-// value that the call receives for it. Device has a function for each call. Device::kTakesUnits
-// says whether it multiplies by units.
+// value that the call receives for it. Device has a function for each call.
+// Device::kLongestInUnits is the longest bucket whose values it multiplies by units.
 template <typename Device>
 class CodecCalls {
   using Given = typename Device::Given;
@@ -125,7 +125,7 @@ class CodecCalls {
                                int64_t world) {
     const char* const name = "cgx_encode";
     return no_throw(name, [&]() -> ffi::Error {
-      const LayoutAttributes attributes{slots, world, 1, Device::kTakesUnits};
+      const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
       Operands all(name);
       Leaves units;
       CGX_TRY(all.add(rank, args, rets));
@@ -143,7 +143,7 @@ class CodecCalls {
                                ffi::RemainingRets rets, Ints slots, int64_t world, float divisor) {
     const char* const name = "cgx_reduce";
     return no_throw(name, [&]() -> ffi::Error {
-      const LayoutAttributes attributes{slots, world, 1, Device::kTakesUnits};
+      const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
       Operands all(name);
       Leaves units;
       CGX_TRY(all.add(rank, args, rets));
@@ -171,7 +171,7 @@ class CodecCalls {
                                ffi::RemainingRets rets, Ints slots, int64_t world) {
     const char* const name = "cgx_decode";
     return no_throw(name, [&]() -> ffi::Error {
-      const LayoutAttributes attributes{slots, world, 1, Device::kTakesUnits};
+      const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
       Operands all(name);
       Leaves units;
       const auto dims = payload.dimensions();

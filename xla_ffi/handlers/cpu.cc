@@ -44,7 +44,7 @@ struct Cpu {
   using Context = ffi::ThreadPool;
   using Given = ffi::ThreadPool;
   static constexpr auto kTraits = ffi::Traits{};
-  static constexpr bool kTakesUnits = true;
+  static constexpr int64_t kLongestInUnits = int64_t{1} << 62;
   static constexpr int64_t kShortestBucket = 1, kLongestBucket = int64_t{1} << 31;
 
   static ffi::Error encode(Given pool, const Operands& all, uint8_t* payload) {

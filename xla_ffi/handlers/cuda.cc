@@ -15,7 +15,7 @@ struct Cuda {
   using Context = ffi::PlatformStream<cudaStream_t>;
   using Given = cudaStream_t;
   static constexpr auto kTraits = ffi::Traits::kCmdBufferCompatible;
-  static constexpr bool kTakesUnits = false;
+  static constexpr int64_t kLongestInUnits = kTileValues;
   static constexpr int64_t kShortestBucket = cgx::kShortestBucket;
   static constexpr int64_t kLongestBucket = cgx::kLongestBucket;
 
@@ -25,7 +25,7 @@ struct Cuda {
       const CudaEncode call{
           layout,           all.in(b),          all.out(b),
           all.keys + 2 * b, {all.ranks + b, 0}, payload + b * layout.world * layout.chunk_bytes,
-          /*tails=*/true};
+          /*tails=*/true,   /*key_step=*/0,     all.units(b)};
       return cgx::encode(call, {{0, layout.total_bytes()}}, stream);
     });
   }
@@ -42,7 +42,8 @@ struct Cuda {
                             all.divisor,
                             chunks + b * layout.chunk_bytes,
                             /*tails=*/true,
-                            all.out(b)};
+                            all.out(b),
+                            all.units(b)};
       return cgx::reduce(call, {{0, layout.total_bytes()}}, stream);
     });
   }
@@ -50,8 +51,9 @@ struct Cuda {
   static ffi::Error decode(Given stream, const Operands& all, const uint8_t* payload) {
     const Layout layout = all.layout();
     return each(all.call, all.batch, [&](int64_t b) {
-      return cgx::decode({layout, payload + b * layout.world * layout.chunk_bytes, all.out(b)},
-                         {{0, layout.total_bytes()}}, stream);
+      return cgx::decode(
+          {layout, payload + b * layout.world * layout.chunk_bytes, all.out(b), all.units(b)},
+          {{0, layout.total_bytes()}}, stream);
     });
   }
 

@@ -60,6 +60,7 @@ int driver_version() {
 std::map<std::string, int64_t> constants() {
   std::map<std::string, int64_t> all = cgx::constants();
   all.insert({{"shortest_bucket", cgx::kShortestBucket},
+              {"longest_in_units", cgx::kTileValues},
               {"scratch_words", cgx::kScratchWords},
               {"alignment", cgx::CudaFused::kAlignment},
               {"most_streams", cgx::kMostStreams},

@@ -193,7 +193,8 @@ struct FusedAttributes {
 
   template <Collective kCollective>
   LayoutAttributes layout(int64_t world) const {
-    return {slots, kCollective == Collective::kGatherSum ? 1 : world, 1, /*takes_units=*/true};
+    return {slots, kCollective == Collective::kGatherSum ? 1 : world, 1,
+            /*longest_in_units=*/int64_t{1} << 62};
   }
 };
 

@@ -21,8 +21,8 @@ constexpr size_t kSlotNumbers = 7;
 struct LayoutAttributes {
   Ints slots;
   int64_t world;
-  int64_t rows = 1;          // how often the layout repeats the leaves
-  bool takes_units = false;  // whether the handler can multiply by units
+  int64_t rows = 1;              // how often the layout repeats the leaves
+  int64_t longest_in_units = 0;  // bucket whose values the handler multiplies by units; 0: none
 
   size_t leaves() const { return slots.size() / kSlotNumbers; }
   SlotSpec spec(size_t leaf, int64_t size) const {
@@ -40,11 +40,18 @@ struct LayoutAttributes {
 
 // Refuses units that the handler cannot apply: without them the values would be wrong.
 inline ffi::Error check_units(const std::string& call, const LayoutAttributes& attributes) {
-  for (size_t k = 0; k < attributes.leaves() && !attributes.takes_units; ++k) {
-    const int64_t units = attributes.spec(k, 0).units;
-    if (units != 0) {
-      return invalid(call, "units of leaf " + std::to_string(k) + " is " + std::to_string(units) +
+  const int64_t longest = attributes.longest_in_units;
+  for (size_t k = 0; k < attributes.leaves(); ++k) {
+    const SlotSpec spec = attributes.spec(k, 0);
+    if (spec.units != 0 && longest == 0) {
+      return invalid(call, "units of leaf " + std::to_string(k) + " is " +
+                               std::to_string(spec.units) +
                                ", must be 0: this call takes no units");
+    }
+    if (spec.units != 0 && spec.bucket_size > longest) {
+      return invalid(call, "bucket_size of leaf " + std::to_string(k) + " is " +
+                               std::to_string(spec.bucket_size) + ", must be at most " +
+                               std::to_string(longest) + " with units");
     }
   }
   return ffi::Error::Success();

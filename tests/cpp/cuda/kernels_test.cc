@@ -76,8 +76,32 @@ void set_masks(const cgx::Layout& layout, int64_t chunk, int64_t rows, std::mt19
 
 bool done(cudaError_t error) { return error == cudaSuccess; }
 
-void compare(const Case& c, std::mt19937& rng) {
-  const std::string name = name_of(c);
+// Units of leaves, in blocks of exactly their size. Every fourth leaf has none.
+struct LeavesUnits {
+  std::vector<std::vector<float>> arrays;
+  std::vector<cgx::LeafUnits> leaves;
+
+  LeavesUnits(const std::vector<cgx::SlotSpec>& specs, std::mt19937& rng) {
+    std::normal_distribution<float> normal;
+    const float extremes[] = {0.0f, INFINITY, NAN, 1e38f, -1e-40f};
+    const auto factors = [&](int64_t count) {
+      std::vector<float>& own = arrays.emplace_back(2 * count);
+      for (float& f : own) f = rng() % 997 ? normal(rng) : extremes[rng() % 5];
+      return own.data();
+    };
+    for (const cgx::SlotSpec& spec : specs) {
+      cgx::LeafUnits& own = leaves.emplace_back();
+      if (rng() % 4 == 0 || spec.size == 0) continue;
+      int64_t columns = rng() % 3 ? 1 + rng() % std::min<int64_t>(spec.size, 700) : spec.size;
+      while (spec.size % columns != 0) --columns;
+      own.num_rows = spec.size / columns, own.num_columns = columns;
+      own.rows = factors(own.num_rows), own.columns = factors(own.num_columns);
+    }
+  }
+};
+
+void compare(const Case& c, const cgx::LeafUnits* units, std::mt19937& rng) {
+  const std::string name = name_of(c) + (units ? " in units" : "");
   const cgx::KernelTable& cpu = cgx::current_kernels();
   const Buffers x(c.leaves, c.dtype, rng);
   Buffers residual(x.specs, c.dtype, rng), y(x.specs, c.dtype, rng);
@@ -94,10 +118,10 @@ void compare(const Case& c, std::mt19937& rng) {
   for (const int32_t rank : {-1, static_cast<int32_t>(c.world) - 1}) {
     Bytes payload(bytes, 0xAA), expected(bytes, 0xAA);
     cgx::zero_tails(layout, expected.data());
-    cpu.encode({layout, x.in(), residual.out(), key, rank, expected.data(), scratch.data()}, 0,
-               total);
+    cpu.encode({layout, x.in(), residual.out(), key, rank, expected.data(), scratch.data(), units},
+               0, total);
     const cgx::LeavesOut lost{got_residual.data.data(), x.dtypes.data()};
-    check(done(cgx::encode({layout, leaves, lost, key, {&rank, 0}, payload.data(), true},
+    check(done(cgx::encode({layout, leaves, lost, key, {&rank, 0}, payload.data(), true, 0, units},
                            {{0, total}}, nullptr)),
           name + ": encode");
     check(payload == expected, name + ": payload of rank " + std::to_string(rank));
@@ -106,8 +130,9 @@ void compare(const Case& c, std::mt19937& rng) {
     Bytes parts(bytes, 0xAA);
     cgx::zero_tails(layout, parts.data());
     for (const auto& [from, to] : {std::make_pair(int64_t{0}, total / 3), {total / 3, total}}) {
-      check(done(cgx::encode({layout, leaves, {}, key, {nullptr, rank}, parts.data(), false},
-                             {{from, to}}, nullptr)),
+      check(done(cgx::encode(
+                {layout, leaves, {}, key, {nullptr, rank}, parts.data(), false, 0, units},
+                {{from, to}}, nullptr)),
             name + ": encode a range");
     }
     check(parts == expected, name + ": payload by ranges");
@@ -118,7 +143,7 @@ void compare(const Case& c, std::mt19937& rng) {
   for (int64_t w = 0; w < c.world; ++w) set_masks(layout, w, c.world, rng, peers.get());
   Bytes encoded(bytes), sent(bytes);
   cpu.encode({layout, x.in(), {}, key, -1, encoded.data(), scratch.data()}, 0, total);
-  for (int32_t rank = 0; rank < c.world; ++rank) {
+  for (int32_t rank = 0; rank < c.world && !(units && rank > 1); ++rank) {
     for (int64_t w = 0; w < c.world; ++w) {
       std::copy_n(&encoded[rank * layout.chunk_bytes], layout.chunk_bytes,
                   &sent[w * layout.chunk_bytes]);
@@ -129,11 +154,11 @@ void compare(const Case& c, std::mt19937& rng) {
       const bool residuals = real == (rank % 2 == 0);
       Bytes chunk(layout.chunk_bytes, 0xAA), expected(layout.chunk_bytes, 0);
       cpu.reduce({layout, x.in(), key, rank, rows, c.divisor, expected.data(), scratch.data(),
-                  residuals ? residual.out() : cgx::LeavesOut{}},
+                  residuals ? residual.out() : cgx::LeavesOut{}, units},
                  layout.begin[rank], layout.begin[rank + 1]);
       const cgx::LeavesOut lost{residuals ? got_residual.data.data() : nullptr, x.dtypes.data()};
       check(done(cgx::reduce(
-                {layout, leaves, key, {&rank, 0}, rows, c.divisor, chunk.data(), true, lost},
+                {layout, leaves, key, {&rank, 0}, rows, c.divisor, chunk.data(), true, lost, units},
                 {{0, total}}, nullptr)),
             name + ": reduce");
       check(chunk == expected, name + ": chunk of rank " + std::to_string(rank));
@@ -141,10 +166,12 @@ void compare(const Case& c, std::mt19937& rng) {
     }
   }
 
-  cpu.decode({layout, peers.get(), y.out(), scratch.data()}, 0, total);
+  cpu.decode({layout, peers.get(), y.out(), scratch.data(), units}, 0, total);
   const cgx::LeavesOut out{got.data.data(), x.dtypes.data()};
-  check(done(cgx::decode({layout, peers.get(), out}, {{0, total}}, nullptr)), name + ": decode");
+  check(done(cgx::decode({layout, peers.get(), out, units}, {{0, total}}, nullptr)),
+        name + ": decode");
   check(same(y, got), name + ": decoded values");
+  if (units) return;
 
   cgx::OwnedLayout whole;
   check(whole.build(x.specs, 1).empty(), name + ": layout of one rank");
@@ -157,6 +184,14 @@ void compare(const Case& c, std::mt19937& rng) {
                              {{0, whole.view().total_bytes()}}, nullptr)),
         name + ": accumulate");
   check(same(y, got), name + ": accumulated values");
+}
+
+void compare(const Case& c, std::mt19937& rng) {
+  compare(c, nullptr, rng);
+  for (const cgx::SlotSpec& leaf : c.leaves) {
+    if (leaf.bucket_size > cgx::kTileValues || c.world > 5) return;
+  }
+  compare(c, LeavesUnits(c.leaves, rng).leaves.data(), rng);
 }
 
 // How the leaves of a case are encoded.

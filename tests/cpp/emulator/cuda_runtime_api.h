@@ -11,6 +11,7 @@
 
 enum cudaError_t {
   cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
   cudaErrorLaunchFailure = 719,
   cudaErrorCooperativeLaunchTooLarge = 720
@@ -27,6 +28,7 @@ using cudaGraphExec_t = emulator::Graph*;
 
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess                 ? "no error"
+         : error == cudaErrorInvalidValue     ? "invalid argument"
          : error == cudaErrorMemoryAllocation ? "out of memory"
                                               : "unspecified launch failure";
 }

@@ -71,8 +71,34 @@ void codec() {
   check(has(encode(XLA_FFI_DataType_F32, row, 9), "bits of leaf 0 is 9, must be in [1, 8]"),
         "codec: nine bits are refused");
   check(has(encode(XLA_FFI_DataType_F32, row, kBits, 1),
-            "cgx_encode: units of leaf 0 is 1, must be 0: this call takes no units"),
-        "codec: units are refused");
+            "cgx_encode: number of operands is 1, must be at least 2, the units"),
+        "codec: missing units are refused");
+  std::vector<float> rows(2 * 20), columns(2 * 50);
+  for (float& f : rows) f = normal(rng);
+  for (float& f : columns) f = normal(rng);
+  const auto encode_in_units = [&](int64_t bucket) {
+    Frame frame;
+    frame.arg(XLA_FFI_DataType_U32, key, {2})
+        .arg(XLA_FFI_DataType_S32, &rank, {})
+        .arg(XLA_FFI_DataType_F32, x.data(), {kValues})
+        .arg(XLA_FFI_DataType_F32, rows.data(), {2, 20})
+        .arg(XLA_FFI_DataType_F32, columns.data(), {2, 50})
+        .ret(XLA_FFI_DataType_U8, payload.data(), {kWorld, row})
+        .attr("slots",
+              std::vector<int64_t>{kBits, bucket, kCorrelated, 0, kRotation, 1, kSlotSegment})
+        .attr("world", kWorld);
+    return frame.call(handler_of(cgx::cuda_handlers(), "cgx_encode"),
+                      XLA_FFI_ExecutionStage_EXECUTE, &context);
+  };
+  const cgx::LeafUnits units{rows.data(), columns.data(), 20, 50};
+  Bytes in_units(kWorld * row);
+  cpu.encode({layout, {&in, &dtype}, {}, key, rank, in_units.data(), scratch.data(), &units}, 0,
+             layout.total_bytes());
+  check(encode_in_units(kBucket).empty(), "codec: encode in units");
+  check(payload == in_units && payload != expected, "codec: payload in units");
+  check(has(encode_in_units(1024), "bucket_size of leaf 0 is 1024, must be at most 512 with units"),
+        "codec: long buckets in units are refused");
+  check(encode(XLA_FFI_DataType_F32, row, kBits).empty() && payload == expected, "codec: again");
 
   std::vector<float> lost(kValues, 7.0f), expected_lost = lost, elsewhere = lost;
   void* const expected_residual = expected_lost.data();
