@@ -4,8 +4,9 @@
 
 STYLE is "end" (one pmean_compressed of all gradients), "sparse" (the same with TopK), "streams"
 (the same with Quantize on four NCCL streams), "one_shot" (the same in one phase), "backward"
-(reduce_in_backward) or "sharded" (weights are gathered, gradients scattered). Prints the optimized
-module. Needs JAX's CUDA plugin on the path, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
+(reduce_in_backward), "sharded" (weights are gathered, gradients scattered) or "units" (what is
+recommended under Adam). Prints the optimized module. Needs JAX's CUDA plugin on the path, and
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
 """
 
 import sys
@@ -92,7 +93,32 @@ def array(shape, spec):
 
 
 of_weights = P("data") if style == "sharded" else P()
-mapped = jax.shard_map(step, mesh=mesh, in_specs=(of_weights, P("data")), out_specs=of_weights)
 weights = [array((WIDTH, WIDTH), of_weights)] * LAYERS
-lowered = jax.jit(mapped).lower(weights, array((8 * WIDTH, WIDTH), P("data")))
+x = array((8 * WIDTH, WIDTH), P("data"))
+if style == "units":
+    tx = cgx_jax.sync_gradients(
+        "data",
+        cgx_jax.Quantize(bits=4, rotation=True),
+        precondition=cgx_jax.SecondMoment(),
+        exchange=exchange,
+        mesh=mesh,
+    )
+    state = jax.eval_shape(tx.init, weights)
+    at = cgx_jax.state_specs(state, "data")
+
+    def step(weights, state, x):
+        grads = jax.grad(loss)(jax.lax.pcast(weights, "data", to="varying"), x)
+        means, state = tx.update(grads, state)
+        return [w - 0.1 * g for w, g in zip(weights, means, strict=True)], state
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), at, P("data")), out_specs=(P(), at))
+    like = jax.tree.map(
+        lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec)),
+        state,
+        at,
+    )
+    lowered = jax.jit(mapped).lower(weights, like, x)
+else:
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(of_weights, P("data")), out_specs=of_weights)
+    lowered = jax.jit(mapped).lower(weights, x)
 print(lowered.compile().as_text())

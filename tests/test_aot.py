@@ -75,6 +75,15 @@ def test_only_bytes_travel_between_kernels(tmp_path, style):
         assert f'custom_call_target="{target}"' in module
 
 
+def test_kernels_multiply_by_units(tmp_path):
+    module, _ = compiled(tmp_path, "xla", "units")
+    for target in ("cgx_encode", "cgx_reduce", "cgx_decode"):
+        call = re.search(rf'custom_call_target="{target}".*', module)[0]
+        slots = re.search(r"slots = (?:array<i64: |dense<\[)([\d, ]+)", call)[1].split(", ")
+        assert len(slots) == 4 * 7
+        assert slots[4::7] == slots[5::7] == ["1"] * 4  # rotated, in units
+
+
 def test_sparse_sums_add_one_rank_after_the_other(tmp_path):
     module, _ = compiled(tmp_path, "xla", "sparse")
     # Places are unique within a rank; one scatter over all ranks would add in an arbitrary order.
