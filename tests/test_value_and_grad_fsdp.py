@@ -16,6 +16,8 @@ from cgx_jax import ErrorFeedback, Identity, Plan, Quantize, Rule, Rules
 from hlo import collectives
 from plain_jit_case import auto_mesh
 
+pytestmark = pytest.mark.oldest
+
 LAYERS, WIDTH, HIDDEN, WORDS, ROWS = 4, 64, 128, 32, 16
 MESHES = {"data": ((4,), ("data",)), "data and model": ((4, 2), ("data", "model"))}
 SPECS = {

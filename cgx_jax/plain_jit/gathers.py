@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,33 +40,49 @@ class Gather:
     spec: PartitionSpec
     others: frozenset[str]
 
+    @functools.cached_property
     def of_slice(self) -> Gather:
-        """Returns how a slice along the first dimension travels, which must not be the cut one."""
+        """How a slice along the first dimension travels, which must not be the cut one."""
         return dataclasses.replace(
             self, dimension=self.dimension - 1, spec=PartitionSpec(*self.spec[1:])
         )
 
     def __call__(self, shard: jax.Array) -> jax.Array:
         """Returns the whole parameter. The derivative is this rank's shard of the ranks' mean."""
-        options = Options.resolve(
-            CALLER, self.axis_name, exchange=self.exchange, collective=Collective.ALL_GATHER
-        )
-        back = dataclasses.replace(options, collective=Collective.REDUCE_SCATTER, mean=True)
-
-        def whole(x: jax.Array) -> jax.Array:
-            y: jax.Array = rows.Gather.of(options, x, self.weights, self.dimension, True)(x, None)
-            return y
-
-        def shard_of(x: jax.Array) -> jax.Array:
-            plan = resolve(CALLER, x, self.gradients)
-            return rows.Scatter.of(back, plan, [self.dimension], True)([x], None)[0]
-
         # One operation for `_is_kept`, which would otherwise keep what it computes on its way.
-        gather = sequential_vmap(self._on_each_shard(whole))
+        gather = sequential_vmap(lambda x: self._whole(x))
         call = jax.custom_vjp(lambda x: gather(x))
-        call.defvjp(lambda x: (gather(x), None), lambda _, x: (self._on_each_shard(shard_of)(x),))
+        call.defvjp(lambda x: (gather(x), None), lambda _, x: (self._shard(x),))
         out: jax.Array = call(shard)
         return out
+
+    # Parameters of one shape share what is traced, as long as they share this object.
+
+    @functools.cached_property
+    def _whole(self) -> Callable[[jax.Array], jax.Array]:
+        def whole(x: jax.Array) -> jax.Array:
+            gather = rows.Gather.of(self._options, x, self.weights, self.dimension, True)
+            y: jax.Array = gather(x, None)
+            return y
+
+        return jax.jit(self._on_each_shard(whole))
+
+    @functools.cached_property
+    def _shard(self) -> Callable[[jax.Array], jax.Array]:
+        def shard(x: jax.Array) -> jax.Array:
+            options = dataclasses.replace(
+                self._options, collective=Collective.REDUCE_SCATTER, mean=True
+            )
+            plan = resolve(CALLER, x, self.gradients)
+            return rows.Scatter.of(options, plan, [self.dimension], True)([x], None)[0]
+
+        return jax.jit(self._on_each_shard(shard))
+
+    @property
+    def _options(self) -> Options:
+        return Options.resolve(
+            CALLER, self.axis_name, exchange=self.exchange, collective=Collective.ALL_GATHER
+        )
 
     def _on_each_shard(self, f: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
         """Runs `f` where all axes are manual: XLA would gather what a kernel takes."""
@@ -157,7 +174,7 @@ def _in_scan(eqn: Any, given: Sequence[Any]) -> list[Any]:
     consts, carried = _compat.scan_operands(eqn.params)
     first = consts + carried  # of what is sliced
     cut = {
-        i: x.gather.of_slice()
+        i: x.gather.of_slice
         for i, x in enumerate(given)
         if isinstance(x, Shard) and i >= first and x.gather.dimension > 0
     }

@@ -113,12 +113,15 @@ class GradientMean:
         gradients, weights = (self.plan(tree, policy) for policy in (self.policy, self.weights))
         specs = shards.specs or [PartitionSpec()] * len(leaves)
         codes = zip(weights.compressors, gradients.compressors, strict=True)
-        return [
-            None
-            if d is None
-            else Gather(self.axis_name, self.exchange, *code, d, spec, shards.axes)
-            for d, spec, code in zip(shards.dimensions, specs, codes, strict=True)
-        ]
+        shared: dict[Gather, Gather] = {}  # equal parameters share what is traced
+        found: list[Gather | None] = []
+        for d, spec, code in zip(shards.dimensions, specs, codes, strict=True):
+            if d is None:
+                found.append(None)
+            else:
+                own = Gather(self.axis_name, self.exchange, *code, d, spec, shards.axes)
+                found.append(shared.setdefault(own, own))
+        return found
 
     def _how(self) -> dict[str, Any]:
         return {"exchange": self.exchange, "reduction": self.reduction, "levels": self.levels}
