@@ -30,6 +30,8 @@ SHAPES = [(64, 64), (64,), (128, 64), (32, 128), (64, 192)]
 Program = tuple[Any, Any]  # a jitted function and the shapes of its arguments
 # What others are compared with.
 STEP, SHARDED, PLAIN, REDUCTION = "exact step", "exact sharded step", "exact plain jit", "lax.psum"
+FSDP = "exact plain jit of shards"
+WHOLE = P()
 CODE = Quantize(4, rotation=True)
 
 
@@ -164,16 +166,17 @@ def sharded(params: Any, mesh: Mesh, *, exact: bool) -> Program:
     return mapped(step, mesh, specs, (params, (first, state)))
 
 
-def plain_jit(params: Any, mesh: Mesh, *, exact: bool) -> Program:
-    """Returns a step under plain jit, whose batch is sharded."""
+def plain_jit(params: Any, mesh: Mesh, *, exact: bool, cut: P = WHOLE) -> Program:
+    """Returns a step under plain jit, whose batch is sharded, with parameters placed as `cut`."""
     tx = optax.adam(1e-3)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         each = jax.vmap(lambda x: loss_of(params, x))(x)
         return each.mean()
 
+    how = {"specs": cut, "weights": Quantize(8)} if len(cut) else {}
     compressed = cgx_jax.value_and_grad(
-        loss, "ranks", CODE, mesh=mesh, in_specs={1: P("ranks")}, exchange="xla"
+        loss, "ranks", CODE, mesh=mesh, in_specs={1: P("ranks")}, exchange="xla", **how
     )
     differentiate = jax.value_and_grad(loss) if exact else compressed
 
@@ -183,13 +186,16 @@ def plain_jit(params: Any, mesh: Mesh, *, exact: bool) -> Program:
         return optax.apply_updates(params, updates), state
 
     def placed(tree: Any, spec: P) -> Any:
-        at = NamedSharding(mesh, spec)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
+        def place(x: Any) -> Any:
+            at = NamedSharding(mesh, spec if x.ndim else P())
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+
+        return jax.tree.map(place, tree)
 
     state = jax.eval_shape(tx.init, params)
     # Two examples per rank, since with one the loss is traced six times instead of twice.
     x = placed(jax.ShapeDtypeStruct((2 * WORLD,), np.float32), P("ranks"))
-    return jax.jit(step, donate_argnums=(0, 1)), (placed(params, P()), placed(state, P()), x)
+    return jax.jit(step, donate_argnums=(0, 1)), (placed(params, cut), placed(state, cut), x)
 
 
 def programs_of(params: Any, mesh: Mesh) -> dict[str, tuple[str, Program]]:
@@ -202,6 +208,8 @@ def programs_of(params: Any, mesh: Mesh) -> dict[str, tuple[str, Program]]:
         "scatter_gradients": (SHARDED, sharded(params, mesh, exact=False)),
         PLAIN: (PLAIN, plain_jit(params, mesh, exact=True)),
         "value_and_grad": (PLAIN, plain_jit(params, mesh, exact=False)),
+        FSDP: (FSDP, plain_jit(params, mesh, exact=True, cut=P("ranks"))),
+        "value_and_grad of shards": (FSDP, plain_jit(params, mesh, exact=False, cut=P("ranks"))),
         **{n: (REDUCTION, reduction_of(r, params, mesh)) for n, r in reductions().items()},
     }
 

@@ -336,6 +336,7 @@ REFUSED = {
         refused(weights=Quantize(8, rounding="stochastic")),
         "rounds at random, and without a state",
     ),
+    "a reduction": (refused(reduction="ring"), "reduction='ring' is for parameters .* Leave red"),
     "codes for nothing": (
         refused(lambda s: {k: P() for k in s}, weights=Quantize(8)),
         r"weights=Quantize.* and none is known to be; name the axis .*P\('data'\)",

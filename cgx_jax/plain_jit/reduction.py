@@ -58,6 +58,17 @@ class GradientMean:
         if keeper is not None:
             raise ValueError(f"{CALLER}: {keeper} keeps a state between steps; {_WITH_STATE}.")
 
+    def require_flat(self) -> None:
+        """Raises ValueError for options that parameters sharded over the axis cannot follow."""
+        given = {"reduction": self.reduction, "levels": self.levels}
+        name, value = next(((k, v) for k, v in given.items() if v is not None), ("", None))
+        if name:
+            raise ValueError(
+                f"{CALLER}: {name}={value!r} is for parameters that every rank has whole; those "
+                "that are sharded over the axis are gathered and scattered over all ranks at once. "
+                f"Leave {name} out."
+            )
+
     def init(self, params: Pytree, mesh: Mesh | AbstractMesh | None) -> Pytree:
         """Returns the `SyncState` before the first step."""
         return self._sync(mesh).init(params)

@@ -296,6 +296,7 @@ class ValueAndGrad:
             program.require_mean(losses, value, grads)
         outputs = program.outputs(options.aux_specs, part, aux, rests)
         if cut:
+            self._mean.require_flat()
             tree = program.parameters(shards.local(ranks, [arrays[i] for i in trained]))
             each = zip(trained, self._mean.gathers(tree, shards), strict=True)
             gathers = {i: gather for i, gather in each if gather is not None}
