@@ -83,10 +83,10 @@ demo: $(STAMPS)/demo
 
 # Two at a time: most of a test is compiling, on one core, and each starts up to eight ranks.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 slow-test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # What depends on JAX's version, with the oldest that is supported.
 oldest-test:

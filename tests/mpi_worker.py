@@ -482,6 +482,7 @@ def started():
             mesh=mesh,
         )
         state = tx.init(like)
+        state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
         specs = cgx_jax.state_specs(state, "data")
         step = jax.jit(
             jax.shard_map(
