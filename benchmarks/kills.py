@@ -14,7 +14,6 @@ links.
 """
 
 import argparse
-import importlib.util
 import random
 import sys
 import tempfile
@@ -26,11 +25,7 @@ import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))
-_spec = importlib.util.spec_from_file_location("elastic", ROOT / "examples" / "09_elastic.py")
-assert _spec is not None
-assert _spec.loader is not None
-elastic = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(elastic)
+from supervisor import DIVERGED, WORLD, Supervisor, elsewhere  # noqa: E402
 
 STEPS = 1_000_000  # more than are ever taken
 
@@ -47,12 +42,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     measure.add_json_option(parser)
     arguments = parser.parse_args()
-    if (code := elastic.elsewhere(arguments.rate)) is not None:
+    if (code := elsewhere(arguments.rate)) is not None:
         return code
     chance = random.Random(arguments.seed)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        supervisor = elastic.Supervisor(Path(folder), STEPS, arguments.round)
+        supervisor = Supervisor(Path(folder), STEPS, arguments.round)
         try:
             outcome = kill_some(supervisor, chance, arguments, rows)
         finally:
@@ -74,7 +69,7 @@ def kill_some(
     supervisor: Any, chance: random.Random, arguments: Any, rows: list[dict[str, Any]]
 ) -> str:
     """Kills workers and starts others, and adds a row for each kill; returns the last outcome."""
-    world, seen, waiting = elastic.WORLD, 0, []
+    world, seen, waiting = WORLD, 0, []
     supervisor.start(world)
     for number in range(arguments.kills + 1):
         if number % 3 < 2 or number == arguments.kills:
@@ -93,7 +88,7 @@ def kill_some(
                 return outcome
         time.sleep(chance.uniform(0, arguments.every))
         if (code := supervisor.ended()) is not None:
-            return "diverged" if code == elastic.DIVERGED else "failed"
+            return "diverged" if code == DIVERGED else "failed"
         victim, killed = chance.randrange(world), time.time()
         supervisor.kill(victim)
         supervisor.wait(arguments.patience)
@@ -110,7 +105,7 @@ def kill_some(
         rows.append(row)
         waiting.append((row, killed))
         seen = len(entries)
-        world = world - 1 if world == elastic.WORLD else elastic.WORLD
+        world = world - 1 if world == WORLD else WORLD
         supervisor.start(world)
     raise AssertionError
 
@@ -122,7 +117,7 @@ def await_entry(supervisor: Any, seen: int, patience: float) -> str:
         if time.monotonic() > deadline:
             return "hang"
         if (code := supervisor.ended()) is not None:
-            return "diverged" if code == elastic.DIVERGED else "failed"
+            return "diverged" if code == DIVERGED else "failed"
         time.sleep(0.05)
     return "went on"
 

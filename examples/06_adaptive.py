@@ -22,7 +22,6 @@ import tempfile
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
@@ -32,11 +31,10 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 import corpus
 import report
-from model import Transformer, next_byte_loss
-from training import adamw
+from model import Transformer
+from training import adamw, data_parallel_step
 
-WORLD = 8
-LENGTH = 64
+WORLD, LENGTH = 8, 64  # ranks, and bytes per window
 BUDGET = 3.2  # bits per value, including the range of each bucket
 
 
@@ -54,44 +52,26 @@ class Training:
             every=steps // 2,
             sample_every=2,
         )
+        how = {"precondition": cgx_jax.SecondMoment()}
         optimizer = optax.chain(
-            cgx_jax.sync_gradients(
-                "data",
-                self.policy,
-                precondition=cgx_jax.SecondMoment(),
-                mesh=mesh,
-                exchange="xla",  # "auto" sums a model this small exactly
-            ),
+            # "auto" would sum a model this small exactly.
+            cgx_jax.sync_gradients("data", self.policy, **how, mesh=mesh, exchange="xla"),
             adamw(steps),  # clips the mean, which is the same on every rank
         )
         graphdef, params = nnx.split(Transformer(64, 1, LENGTH, nnx.Rngs(0)))
-        state = params, optimizer.init(params)
-        specs = cgx_jax.state_specs(state, "data")
+        state = [params, optimizer.init(params)]
         self.state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
-        self.widths: list[dict[str, float]] = []  # of each leaf, in each step
+        self.metrics: list[dict[str, float | str]] = []  # of each step
         self.batches = NamedSharding(mesh, P("data"))
+        specs = cgx_jax.state_specs(state[1], "data")
+        self.step = data_parallel_step(graphdef, optimizer, mesh, specs, self.policy.jit)
 
-        def step(state, tokens):
-            params, opt_state = state
-            varying = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
-            loss, grads = jax.value_and_grad(
-                lambda params: next_byte_loss(nnx.merge(graphdef, params), tokens)
-            )(varying)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            state = optax.apply_updates(params, updates), opt_state
-            return state, jax.lax.pmean(loss, "data")
-
-        self.step = self.policy.jit(
-            jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P())),
-            donate_argnums=0,
-        )
-
-    def run(self, batches: np.ndarray) -> list[float]:
+    def run(self, batches) -> list[float]:
         losses = []
         for batch in batches:
-            self.state, loss = self.step(self.state, jax.device_put(batch, self.batches))
+            *self.state, loss = self.step(*self.state, jax.device_put(batch, self.batches))
             losses.append(float(loss))
-            self.widths.append(bits_of(self.policy.metrics()))
+            self.metrics.append(self.policy.metrics())
         return losses
 
     def save(self, folder: Path) -> None:
@@ -105,18 +85,10 @@ class Training:
             self.state = checkpointer.restore(folder / "state", self.state)
 
 
-def bits_of(metrics: dict[str, float | str]) -> dict[str, float]:
-    """Returns the bits of each adaptive leaf, by its path."""
-    start = "cgx/bits/"
-    return {k.removeprefix(start): float(v) for k, v in metrics.items() if k.startswith(start)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="12 or more")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the chart")
-    arguments = parser.parse_args()
-    steps = arguments.steps
+    steps = parser.parse_args().steps
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
     text, _ = corpus.load()
@@ -124,7 +96,6 @@ def main() -> None:
     saved = 2 * steps // 3
 
     training, resumed = Training(steps), Training(steps)
-    before = training.policy.metrics()
     with tempfile.TemporaryDirectory() as folder:
         losses = training.run(batches[:saved])
         training.save(Path(folder))
@@ -132,13 +103,10 @@ def main() -> None:
     losses += training.run(batches[saved:])
     same = resumed.run(batches[saved:]) == losses[saved:]
 
-    after = training.policy.metrics()
-    for name, bits in bits_of(after).items():
-        print(f"{before[f'cgx/bits/{name}']} -> {bits:g} bits  {name}")
-    chart = arguments.out / "adaptive.png"
-    report.draw_widths(training.widths, chart)
-    print(f"chart: {chart}")
-    was, now = before["cgx/bits_per_value"], after["cgx/bits_per_value"]
+    chart = Path("demo/adaptive.png")
+    report.draw_widths(training.metrics, chart)
+    print(f"bits of every leaf in every step: {chart}")
+    was, *_, now = (metrics["cgx/bits_per_value"] for metrics in training.metrics)
     print(f"bits per value: {was:.2f} before, {now:.2f} after")
     print(f"loss: {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
     print(f"losses after the checkpoint are the same, bit for bit: {same}")

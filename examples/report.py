@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -125,18 +126,48 @@ def draw_chart(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_widths(widths: list[dict[str, float]], path: Path) -> None:
-    """Draws the bits of every leaf, by its name, in every step into a PNG at `path`."""
+def draw_widths(metrics: list[dict[str, Any]], path: Path) -> None:
+    """Draws the bits of every leaf in every step, by the policy's metrics, into a PNG at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    leaves = list(widths[0])
+    leaves = [name for name in metrics[0] if name.startswith("cgx/bits/")]
     figure = Figure(figsize=(9, 0.25 * len(leaves) + 1.5), layout="constrained")
     axes = figure.subplots()
-    table = [[step[leaf] for step in widths] for leaf in leaves]
+    table = [[step[leaf] for step in metrics] for leaf in leaves]
     image = axes.imshow(table, aspect="auto", interpolation="nearest", vmin=1, vmax=8)
-    axes.set_yticks(range(len(leaves)), leaves, fontsize=7)
+    axes.set_yticks(
+        range(len(leaves)), [name.removeprefix("cgx/bits/") for name in leaves], fontsize=7
+    )
     axes.set(xlabel="step", title="Bits per value of every leaf")
     figure.colorbar(image, ax=axes)
     figure.savefig(path, dpi=150)
+
+
+def draw_workers(entries: list[dict[str, Any]], path: Path) -> None:
+    """Draws loss by time, and by bytes over links, in one color per number of workers."""
+    ends = [i for i in range(1, len(entries)) if entries[i]["world"] != entries[i - 1]["world"]]
+    gaps = [entries[i]["time"] - entries[i - 1]["time"] for i in ends]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 1 + ("sent" in entries[0]), sharey=True, squeeze=False)[0]
+    start, most = entries[0]["time"], entries[0]["world"]
+    for begin, end, gap in zip([0, *ends], [*ends, len(entries)], [0, *gaps], strict=True):
+        part = entries[begin:end]
+        world = part[0]["world"]
+        start += gap
+        color, after = COLORS[most - world], f", after {gap:.0f} s" if gap else ""
+        label = f"{world} workers, from step {part[0]['step']}{after}"
+        losses = [e["loss"] for e in part]
+        xs = [[e["time"] - start for e in part], [e.get("sent", 0) / 1e6 for e in part]]
+        for axes, x in zip(panels, xs, strict=False):
+            axes.plot(x, losses, color=color, label=label)
+    for axes, label in zip(
+        panels, ["seconds, without restarts", "MB that the first host has sent"], strict=False
+    ):
+        axes.set(xlabel=label)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set(ylabel="loss of a worker [nats per byte]")
+    panels[0].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 def _moving_average(losses: np.ndarray) -> np.ndarray:

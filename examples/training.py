@@ -16,6 +16,7 @@ import cgx_jax
 from cgx_jax.transforms import local_params
 from model import next_byte_loss
 
+WHOLE = P()
 CHECK = 5  # steps between two checks of the held-out loss
 Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
 
@@ -52,12 +53,14 @@ def data_parallel_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
+    specs: Any = WHOLE,
+    jit: Callable[..., Any] = jax.jit,
 ) -> Step:
     """Returns a compiled step (params, opt_state, tokens) -> (params, opt_state, loss).
 
-    Tokens are sharded over the axis "data". `optimizer` begins with the transformation that
-    replaces a rank's gradients by their mean over this axis, compressed or not. The rest is the
-    same in any data-parallel step.
+    Tokens are sharded over the axis "data", and the optimizer's state as `specs` say. `optimizer`
+    begins with the transformation that replaces a rank's gradients by their mean over this axis,
+    compressed or not. The rest is the same in any data-parallel step.
     """
 
     def step(params, opt_state, tokens):
@@ -69,8 +72,10 @@ def data_parallel_step(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, jax.lax.pmean(loss, "data")
 
-    sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
-    return jax.jit(sharded, donate_argnums=(0, 1))
+    sharded = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P())
+    )
+    return jit(sharded, donate_argnums=(0, 1))
 
 
 def train(

@@ -78,3 +78,9 @@ def test_language_model_fails_when_compression_costs_too_much(tmp_path):
     result = run("04_shard_map.py", *TINY_MODEL, "--bits", "1", "--out", str(tmp_path))
     assert result.returncode == 1, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1].startswith("FAILED: held-out loss +")
+
+
+def test_examples_are_short_enough_to_be_read_at_once():
+    lengths = {p.name: len(p.read_text().splitlines()) for p in EXAMPLES.glob("0*.py")}
+    assert len(lengths) == 9
+    assert all(length < 120 for length in lengths.values()), lengths
