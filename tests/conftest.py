@@ -2,7 +2,6 @@
 
 import collections
 import fnmatch
-import gc
 import os
 
 os.environ["XLA_FLAGS"] = (
@@ -78,11 +77,6 @@ def cases_that_try_nothing_new(cases):
         most = max(values, key=lambda item: len(values[item] & unseen))
         unseen -= values.pop(most)
     return list(values)
-
-
-def pytest_collection_finish():
-    """Lets the collector of garbage skip modules and tests, which stay."""
-    gc.freeze()
 
 
 @pytest.fixture
