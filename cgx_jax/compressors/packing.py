@@ -45,14 +45,20 @@ def packed_bytes(count: int, bits: int) -> int:
     return -(-count * bits // 8)
 
 
+def _group(bits: int) -> tuple[int, int]:
+    """Returns the least number of codes that fill whole bytes, and how many bytes."""
+    common = math.gcd(bits, 8)
+    return 8 // common, bits // common
+
+
 def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Packs uint32[n] below 2**bits into u8[packed_bytes], code 0 in the lowest bits of byte 0."""
-    count = codes.size
-    groups = jnp.pad(codes, (0, -count % 8)).reshape(-1, 8)  # 8 codes fill `bits` whole bytes
+    count, (several, whole) = codes.size, _group(bits)
+    groups = jnp.pad(codes, (0, -count % several)).reshape(-1, several)
     columns = []
-    for byte in range(bits):
+    for byte in range(whole):
         total = jnp.zeros(groups.shape[0], jnp.uint32)
-        for i in range(8):
+        for i in range(several):
             shift = i * bits - 8 * byte
             if -bits < shift < 8:
                 code = groups[:, i]
@@ -63,12 +69,13 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 def unpack(payload: jax.Array, bits: int, count: int) -> jax.Array:
     """The inverse of `pack`: uint32[count]."""
-    whole = -(-count // 8) * bits
-    groups = jnp.pad(payload, (0, whole - payload.size)).reshape(-1, bits).astype(jnp.uint32)
+    several, whole = _group(bits)
+    missing = -(-count // several) * whole - payload.size
+    groups = jnp.pad(payload, (0, missing)).reshape(-1, whole).astype(jnp.uint32)
     columns = []
-    for i in range(8):
+    for i in range(several):
         code = jnp.zeros(groups.shape[0], jnp.uint32)
-        for byte in range(bits):
+        for byte in range(whole):
             shift = i * bits - 8 * byte
             if -bits < shift < 8:
                 code |= groups[:, byte] >> shift if shift >= 0 else groups[:, byte] << -shift

@@ -93,7 +93,8 @@ class _Hook:
         return identity(key, leaves)
 
     def _forward(self, key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_compat.vary_over(x, self.taken.options.axes.varying()) for x in leaves)
+        vary = self.taken.options.axes.varying()
+        return tuple(_compat.vary_over(x, vary) for x in leaves)
 
 
 def _no_gradient(key: jax.Array) -> np.ndarray:

@@ -185,5 +185,7 @@ def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
 def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns `new` after a step whose mean is `finite`, else `old`, in the dtype of `old`."""
     new = new.astype(old.dtype)
-    # An owner's share of a float16 leaf's error may overflow where the mean did not.
-    return jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))
+    if jnp.finfo(old.dtype).max < jnp.finfo(jnp.float32).max / 2:
+        # An owner's share of a float16 leaf's error may overflow where the mean did not.
+        new = jnp.where(jnp.isfinite(new), new, 0).astype(old.dtype)
+    return jnp.where(finite, new, old)

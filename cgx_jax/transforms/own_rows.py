@@ -90,11 +90,11 @@ def own_row(rows: Pytree) -> Pytree:
     """Returns this rank's row of a tree of rows."""
     # Without the barriers, here and in `as_rows`, XLA fuses the reshapes with what is computed.
     # Then it cannot write a new row over the old one, and copies both.
-    own: Pytree = lax.optimization_barrier(jax.tree.map(lambda x: x[0], rows))
+    own: Pytree = lax.optimization_barrier(jax.tree.map(lambda x: lax.squeeze(x, (0,)), rows))
     return own
 
 
 def as_rows(axes: Axes, own: Pytree) -> Pytree:
     """Inverts `own_row`."""
-    own = lax.optimization_barrier(own)
-    return jax.tree.map(lambda x: _compat.vary_over(x[None], axes.varying()), own)
+    vary, own = axes.varying(), lax.optimization_barrier(own)
+    return jax.tree.map(lambda x: _compat.vary_over(lax.expand_dims(x, (0,)), vary), own)

@@ -291,7 +291,8 @@ def overflow_after(overflow: Pytree, counts: list[jax.Array], axes: Axes) -> Pyt
     """Returns the counts after a step; () if codes always have room."""
     if overflow == ():
         return ()
-    own = [_compat.vary_over(x, axes.varying()) for x in counts]
+    vary = axes.varying()
+    own = [_compat.vary_over(x, vary) for x in counts]
     return jax.tree.unflatten(jax.tree.structure(overflow), own)
 
 
