@@ -19,6 +19,7 @@ class Configuration:
     `policy` makes a run's policy from its number of steps. `takes_momentum` says that `memory`
     holds the optimizer's momentum. `rate` multiplies the learning rate. With `every`, ranks train
     alone for so many steps, and movements are reduced instead: DiLoCo with the `outer` optimizer.
+    `optimizer`, if given, makes the one that takes the place of the task's.
     """
 
     policy: Callable[[int], Compressor | Adaptive] | None = None
@@ -28,6 +29,7 @@ class Configuration:
     rate: float = 1.0
     every: int | None = None
     outer: optax.GradientTransformation | None = None
+    optimizer: Callable[[int], optax.GradientTransformation] | None = None
 
 
 def uniform(

@@ -54,6 +54,7 @@ class Trainer:
         self.graphdef, params = task.initial(0)
         self.policy = configuration.policy and configuration.policy(steps)
         make = task.plain if configuration.takes_momentum else task.optimizer
+        make = configuration.optimizer or make
         if make is None:
             raise ValueError("this task's optimizer has no momentum to take over")
         optimizer = optax.chain(make(steps), optax.scale(configuration.rate))

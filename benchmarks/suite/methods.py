@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "accuracy"))
 
+import tasks
 from configurations import FEEDBACK, MOMENT, Configuration
 
 from cgx_jax import Cast, Quantize
@@ -71,10 +73,32 @@ def diloco(
     memory: Any = None,
     outer: Any = None,
     rate: float = 2.0,
+    inner: Any = None,
 ) -> Configuration:
-    """DiLoCo, which is exact without a compressor; `rate` multiplies the inner learning rate."""
+    """DiLoCo, which is exact without a compressor; `rate` multiplies the inner learning rate.
+
+    `inner` makes the inner optimizer, by default the task's.
+    """
     policy = None if compressor is None else lambda _: compressor
-    return Configuration(policy, memory, rate=rate, every=every, outer=outer)
+    return Configuration(policy, memory, rate=rate, every=every, outer=outer, optimizer=inner)
+
+
+def muon(steps: int) -> optax.GradientTransformation:
+    """Muon for matrices; Adam for other leaves, embeddings and the output layer, as is usual."""
+
+    def matrices(params: Any) -> Any:
+        def kind(path: Any, x: Any) -> Any:
+            ends = "embedding", "logits"
+            inside = x.ndim == 2 and not any(end in jax.tree_util.keystr(path) for end in ends)
+            return optax.contrib.MuonDimensionNumbers(0, 1) if inside else None
+
+        return jax.tree_util.tree_map_with_path(kind, params)
+
+    return optax.contrib.muon(
+        tasks.schedule(0.02, steps),
+        adam_learning_rate=tasks.schedule(3e-3, steps),
+        muon_weight_dimension_numbers=matrices,
+    )
 
 
 DILOCO = {"exact": Configuration()}
@@ -86,4 +110,11 @@ for every in (8, 32, 100):
         # Feedback takes the place of the outer momentum.
         f"SparseLoCo, every {every}": diloco(every, TopK(0.02), FEEDBACK, optax.sgd(1.0)),
     }
-RATES = {f"rate × {rate:g}": diloco(32, rate=rate) for rate in (0.5, 1, 2, 4)}
+DILOCO |= {
+    "Muon, every 32": diloco(32, inner=muon),
+    "Muon, every 32, 4 bits": diloco(32, Quantize(4, rotation=True), inner=muon),
+    "Muon, every 32, 2 bits, feedback": diloco(32, Quantize(2), FEEDBACK, inner=muon),
+}
+MULTIPLES = 0.5, 1, 2, 4
+RATES = {f"rate × {rate:g}": diloco(32, rate=rate) for rate in MULTIPLES}
+RATES |= {f"Muon, rate × {rate:g}": diloco(32, rate=rate, inner=muon) for rate in MULTIPLES}
