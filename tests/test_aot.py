@@ -75,9 +75,17 @@ def test_only_bytes_travel_between_kernels(tmp_path, style):
         assert f'custom_call_target="{target}"' in module
 
 
-def test_kernels_multiply_by_units(tmp_path):
-    module, _ = compiled(tmp_path, "xla", "units")
-    for target in ("cgx_encode", "cgx_reduce", "cgx_decode"):
+@pytest.mark.parametrize(
+    ("exchange", "targets"),
+    [
+        ("xla", ["cgx_encode", "cgx_reduce", "cgx_decode"]),
+        pytest.param("nccl", ["cgx_all_reduce_nccl"], marks=needs_nccl),
+    ],
+)
+@pytest.mark.every_combination
+def test_kernels_multiply_by_units(tmp_path, exchange, targets):
+    module, _ = compiled(tmp_path, exchange, "units")
+    for target in targets:
         call = re.search(rf'custom_call_target="{target}".*', module)[0]
         slots = re.search(r"slots = (?:array<i64: |dense<\[)([\d, ]+)", call)[1].split(", ")
         assert len(slots) == 4 * 7

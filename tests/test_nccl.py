@@ -100,7 +100,7 @@ def test_communicators_of_one_thread_are_refused(exchange, flags, named, mesh, b
         jax.make_jaxpr(over(mesh, lambda x: summed(x, exchange)))(np.zeros((WORLD, 9), np.float32))
 
 
-def unfused(self, call, sent):
+def unfused(self, call, sent, factors=()):
     """Computes a gather-sum by kernels and XLA's collectives, so that it runs on a CPU."""
     assert call.collective is Collective.GATHER_SUM
     layout, leaves = call.layout, sent.leaves

@@ -6,16 +6,17 @@ import scripts
 
 tables, measure = (scripts.load(f"benchmarks/{name}.py") for name in ("tables", "measure"))
 accuracy = scripts.load("benchmarks/accuracy/summary.py")
+suite = scripts.load("benchmarks/suite/findings.py")
 
 
-@pytest.mark.parametrize("path", tables.TEXTS, ids=lambda path: path.name)
-def test_the_documents_show_what_the_results_say(path):
-    assert "".join(tables.filled(path.read_text())) == path.read_text()
-
-
-@pytest.mark.parametrize("path", accuracy.TEXTS, ids=lambda path: path.name)
-def test_the_documents_show_what_the_runs_of_accuracy_say(path):
-    filled = accuracy.tables.filled(path.read_text(), accuracy.TABLES)
+@pytest.mark.parametrize(
+    ("path", "module"),
+    [(path, module) for module in (tables, accuracy, suite) for path in module.TEXTS],
+    ids=lambda x: getattr(x, "name", ""),
+)
+@pytest.mark.every_combination
+def test_the_documents_show_what_the_results_say(path, module):
+    filled = getattr(module, "tables", module).filled(path.read_text(), module.TABLES)
     assert "".join(filled) == path.read_text()
 
 

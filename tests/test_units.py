@@ -291,24 +291,29 @@ def test_units_that_do_not_fit_are_refused_while_tracing(mesh, units, says):
         reduce(mesh, plan, tree, units)
 
 
-def unfused(self, call, sent):
+def unfused(self, call, sent, factors=()):
     """Computes the fused CUDA call by kernels and XLA's collectives, so that it runs on a CPU."""
     (first, second), leaves = sent.words, sent.leaves
-    layout, axes, rank = call.layout, call.axes, call.axes.rank()
-    own = Sent(first, leaves, rank=rank)
+    units = sent.units if factors else ()
+    marked, expected = primitives.with_units(call.layout.without_units(), units)
+    assert marked == call.layout
+    assert [x.shape for x in factors] == [x.shape for x in expected]
+    layout, axes, rank = call.layout.without_units(), call.axes, call.axes.rank()
+    own = Sent(first, leaves, units, rank)
     rows, lost = primitives.encode(own, layout, residual=call.residual)
     rows = xla.scatter(rows, axes)
     own = own._replace(words=second)
     chunk, lost = primitives.reduce(own, rows, layout, divisor=call.divisor, residuals=lost)
-    return Fused(primitives.decode(xla.gather(chunk, axes), layout, leaves), lost)
+    return Fused(primitives.decode(xla.gather(chunk, axes), layout, leaves, units=units), lost)
 
 
+@pytest.mark.parametrize("bucket_size", [64, 1024], ids=["inside", "around"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.quick("bfloat16")
-def test_the_fused_cuda_call_gets_values_in_units(mesh, dtype, fused_on_cpu):
-    """The call's kernels do not support units, so the exchange multiplies around the call."""
+@pytest.mark.quick("bfloat16-*")
+def test_the_fused_cuda_call_multiplies_by_units(mesh, dtype, bucket_size, fused_on_cpu):
+    """Inside of the call for buckets of up to 512 values, and around it for longer ones."""
     fused_on_cpu(unfused)
-    code = Quantize(4, 64, "correlated")
+    code = Quantize(4, bucket_size, "correlated")
     tree = jax.tree.map(lambda x: jnp.clip(x, -100, 100), tree_of(mesh.size, dtype))
     units = units_of_tree(spread=0.5)
     plan = plan_of(code, tree)

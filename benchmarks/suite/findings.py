@@ -8,6 +8,7 @@ that a method and exact have both run.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,39 +50,29 @@ def quality() -> str:
     return tables.table(["", "bytes to exact", *heads], body)
 
 
-def diloco() -> str:
-    """One line per method: bytes, and per task how much worse than exact, and than fp32."""
-    runs = done("suite/diloco", DILOCO)
+def diloco(task: str) -> str:
+    """One line per method: bytes, and how much worse a task learns than exact, and than fp32."""
+    runs, (field, metric, _, digits) = Runs(task, "suite/diloco", DILOCO), METRICS[task]
+    exact = runs.values("exact", field)
     body = []
-    for name, method in DILOCO.items():
-        cells = [
-            cell
-            for one in runs.values()
-            for cell in diloco_cells(one, name, f"DiLoCo, every {method.every}")
-        ]
-        if any(cells):
-            shares = [bytes_share(one, name) for one in runs.values() if name in one.names]
-            body.append([name, f"{np.mean(shares):.4f}", *cells])
-    heads = [
-        head
-        for task in runs
-        for head in (f"{task}: {METRICS[task][1]}", "worse than exact", "than DiLoCo in fp32")
-    ]
+    for name in runs.names:
+        seeds, own = len(runs.seeds(name)), runs.values(name, field)
+        worse = {
+            of: worse_with_error(gaps(runs, name, of), exact)
+            for of in ("exact", fp32_of(name))
+            if seeds > 1 and name not in ("exact", of) and of in runs.names
+        }
+        value = f"{own.mean():.{digits}f}" + f" ({seeds} seeds)" * (seeds < ENOUGH)
+        cells = [worse.get("exact", ""), worse.get(fp32_of(name), "")]
+        body.append([name, f"{bytes_share(runs, name):.4f}", value, *cells])
+    heads = [f"{task}: {metric}", "worse than exact", "than in fp32"]
     return tables.table(["", "bytes to exact", *heads], body)
 
 
-def diloco_cells(runs: Runs, name: str, fp32: str) -> tuple[str, str, str]:
-    field, _, _, digits = METRICS[runs.task]
-    seeds = len(runs.seeds(name))
-    if not seeds:
-        return "", "", ""
-    value = f"{runs.values(name, field).mean():.{digits}f} ({seeds} seed{'s' * (seeds > 1)})"
-    exact = runs.values("exact", field)
-    worse = [
-        "" if seeds < 2 or name in ("exact", of) else worse_with_error(gaps(runs, name, of), exact)
-        for of in ("exact", fp32)
-    ]
-    return value, worse[0], "" if name == "exact" else worse[1]
+def fp32_of(name: str) -> str:
+    """Returns the method that sends fp32 as rarely, and trains by the same inner optimizer."""
+    kind, _, rest = name.partition(", ")
+    return ", ".join([kind.replace("SparseLoCo", "DiLoCo"), rest.partition(", ")[0]])
 
 
 def rates() -> str:
@@ -212,7 +203,7 @@ def picture(
 
 TABLES: dict[str, Callable[[], str]] = {
     "suite_quality": quality,
-    "diloco": diloco,
+    **{f"diloco_{task}": functools.partial(diloco, task) for task in METRICS},
     "diloco_rate": rates,
     "diloco_workers": workers,
 }

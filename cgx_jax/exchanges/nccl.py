@@ -23,8 +23,8 @@ from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.exchanges import fused, xla
 from cgx_jax.exchanges.base import Call, Exchange, Fused
-from cgx_jax.kernels import native, scaling
-from cgx_jax.kernels.constants import ALIGNMENT, MOST_STREAMS
+from cgx_jax.kernels import native, primitives, scaling
+from cgx_jax.kernels.constants import ALIGNMENT, LONGEST_IN_UNITS, MOST_STREAMS
 from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 
@@ -41,6 +41,7 @@ class OnCommunicator(Exchange):
     """
 
     calls: ClassVar[dict[Collective, Primitive]]  # the fused calls
+    longest_in_units: ClassVar[int] = 0  # bucket whose values they multiply by units
 
     def here(self) -> bool:
         version = jax.devices()[0].client.platform_version.lower()
@@ -68,7 +69,13 @@ class OnCommunicator(Exchange):
 
     def fused(self, call: Call, sent: Sent) -> Fused:
         leaves, units = sent.leaves, sent.units
-        # The CUDA kernels know no units: they get float32 leaves that are already multiplied.
+        layout, factors = primitives.with_units(call.layout, units)
+        if all(slot.bucket_size <= self.longest_in_units for slot in layout.slots if slot.units):
+            out = self._call(dataclasses.replace(call, layout=layout), sent, factors)
+            if call.collective is Collective.GATHER_SUM:  # still in units
+                out = out._replace(sums=scaling.all_decoded(out.sums, units, leaves))
+            return out
+        # The kernels get float32 leaves that are already multiplied.
         inside = sent._replace(leaves=scaling.taken_in(leaves, units))
         sums, lost = self._call(call, inside)
         means = scaling.all_decoded(sums, units, leaves)
@@ -78,14 +85,14 @@ class OnCommunicator(Exchange):
         """Returns the options of a call of that layout."""
         return {}
 
-    def _call(self, call: Call, sent: Sent) -> Fused:
-        """Makes a call, whatever the units."""
+    def _call(self, call: Call, sent: Sent, factors: Sequence[jax.Array] = ()) -> Fused:
+        """Makes a call on leaves in plain values, with the units that its layout asks for."""
         label, options = f"{call.name}(exchange={self.shorthand!r})", self._options(call.layout)
 
         def bound(*operands: jax.Array) -> list[jax.Array]:
             return fused.bind(self.calls[call.collective], label, call, operands, **options)
 
-        operands = jnp.asarray(sent.words), *sent.leaves
+        operands = jnp.asarray(sent.words), *sent.leaves, *factors
         return Fused.of(call, _compat.on_collective_stream(bound)(*operands))
 
 
@@ -104,6 +111,7 @@ class Nccl(OnCommunicator):
     streams: int = 1
 
     shorthand: ClassVar[str] = "nccl"
+    longest_in_units: ClassVar[int] = LONGEST_IN_UNITS
     tuned: ClassVar[tuple[str, ...]] = ("streams",)
     can: ClassVar[frozenset[str]] = xla.Xla.can | {collective.value for collective in Collective}
 
@@ -233,7 +241,7 @@ def _primitive(target: str, result: Callable[..., Any], rows_per_rank: int) -> P
 # What a call receives to sum up needs rows of its own, beside those that it sends.
 Nccl.calls = {
     Collective.ALL_REDUCE: _primitive("cgx_all_reduce_nccl", fused.reduced, 2),
-    Collective.GATHER_SUM: _primitive("cgx_gather_sum_nccl", fused.reduced, 1),
+    Collective.GATHER_SUM: _primitive("cgx_gather_sum_nccl", fused.summed, 1),
     Collective.REDUCE_SCATTER: _primitive("cgx_reduce_scatter_nccl", fused.scattered, 2),
     Collective.ALL_GATHER: _primitive("cgx_all_gather_nccl", fused.gathered, 1),
 }

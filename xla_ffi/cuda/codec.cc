@@ -8,8 +8,8 @@ namespace cgx {
 namespace {
 
 // Fills tables and launches each when it is full. Slots that round to nearest and slots that round
-// with noise go to different tables, because they need different kernels. Pieces come chunk by
-// chunk.
+// with noise go to different tables, because they need different kernels, and so do leaves with and
+// without units. Pieces come chunk by chunk.
 template <typename Launch>
 class Tables {
  public:
@@ -32,19 +32,21 @@ class Tables {
   }
   // Launches what is left. Returns the first error of all launches.
   cudaError_t finish() {
-    flush(false);
-    flush(true);
+    for (Filling& filling : tables_) flush(filling);
     return error_;
   }
 
  private:
   struct Filling {
     Table table;  // its pieces are not zeroed: that would take longer than filling most tables
-    std::vector<LeafUnits> leaves;  // of the pieces, if any leaf has units
+    bool stochastic, in_units;
+    std::vector<LeafUnits> leaves;  // the units of each piece's leaf
     int64_t chunk_units, most, longest;
     int32_t chunk;
 
-    Filling() { clear(); }
+    Filling(bool stochastic, bool in_units) : stochastic(stochastic), in_units(in_units) {
+      clear();
+    }
     void clear() {
       table.units = table.count = 0;
       leaves.clear();
@@ -56,11 +58,11 @@ class Tables {
   // Adds `total` values (or bytes to clear), in units of the piece's size. The limit on a table's
   // units may split them into several pieces. `longest` is the longest bucket.
   void add(Piece piece, const LeafUnits& own, int64_t total, int64_t item, int64_t longest) {
-    Filling& f = tables_[stochastic_];
+    Filling& f = tables_[2 * (own.rows != nullptr) + stochastic_];
     while (total > 0) {
-      if (f.table.count >= most_pieces(std::max(f.longest, longest), units_ != nullptr) ||
+      if (f.table.count >= most_pieces(std::max(f.longest, longest), f.in_units) ||
           f.table.units == kTableUnits) {
-        flush(stochastic_);
+        flush(f);
       }
       f.longest = std::max(f.longest, longest);
       const int64_t units =
@@ -74,7 +76,7 @@ class Tables {
       f.chunk = piece.chunk;
       f.most = std::max(f.most, f.chunk_units);
       f.table.piece[f.table.count++] = piece;
-      if (units_) f.leaves.push_back(own);
+      if (f.in_units) f.leaves.push_back(own);
       total -= values;
       if (piece.in) piece.in += values * item;
       if (piece.out) piece.out += values * item;
@@ -82,11 +84,10 @@ class Tables {
       piece.bucket += units;
     }
   }
-  void flush(bool stochastic) {
-    Filling& f = tables_[stochastic];
+  void flush(Filling& f) {
     if (f.table.count > 0 && error_ == cudaSuccess) {
       f.table.tiles = static_cast<int32_t>((f.longest + kTileValues - 1) / kTileValues);
-      const TableOptions options{units_ ? f.leaves.data() : nullptr, stochastic};
+      const TableOptions options{f.in_units ? f.leaves.data() : nullptr, f.stochastic};
       error_ = launch_(f.table, options, static_cast<int32_t>(f.most));
     }
     f.clear();
@@ -94,7 +95,7 @@ class Tables {
 
   Launch launch_;
   const LeafUnits* const units_;  // one per leaf; null: no leaf has any
-  Filling tables_[2];
+  Filling tables_[4] = {{false, false}, {true, false}, {false, true}, {true, true}};
   bool stochastic_ = false;  // the table of the last run
   cudaError_t error_ = cudaSuccess;
 };

@@ -176,15 +176,6 @@ ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepa
   return future;
 }
 
-// The sum of a gather-sum is fp32 for a leaf that has units, because it is still in these units.
-template <Collective kCollective>
-Leaves sums_of(Leaves leaves, const LayoutAttributes& attributes) {
-  for (size_t k = 0; k < leaves.dtype.size() && kCollective == Collective::kGatherSum; ++k) {
-    if (attributes.has_units(k)) leaves.dtype[k] = DType::kF32;
-  }
-  return leaves;
-}
-
 // What a fused call is told besides its leaves and its ranks.
 struct FusedAttributes {
   Ints slots;

@@ -45,6 +45,7 @@ struct Call {
   std::string name;
   int64_t world, rows, rows_in, rows_out;
   Leaves leaves, results, residuals;
+  Units units;
   OwnedLayout owned;
   const uint32_t* keys;
   float divisor;
@@ -67,14 +68,19 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
   call->rows = kReduces ? 1 : world;
   call->rows_in = kScatters ? world : 1, call->rows_out = kGathers ? world : 1;
   Leaves &leaves = call->leaves, &results = call->results;
+  const LayoutAttributes attributes{slots, world, call->rows,
+                                    kScatters || kGathers ? 0 : kTileValues};
+  Leaves units;
   CGX_TRY(leaves.add(name, args, call->rows_in));
+  CGX_TRY(split_units(name, attributes, &leaves, &units));
   CGX_TRY(results.add(name, rets, call->rows_out, /*others=*/1));
   if (!kScatters && !kGathers && results.size.size() > leaves.size.size()) {
     CGX_TRY(results.split(name, leaves.size.size(), &call->residuals));
     CGX_TRY(same_leaves(name, leaves, call->residuals));
   }
-  CGX_TRY(same_leaves(name, leaves, results));
-  CGX_TRY(build_layout(name, leaves.size, {slots, world, call->rows}, &call->owned));
+  CGX_TRY(build_layout(name, leaves.size, attributes, &call->owned));
+  CGX_TRY(same_leaves(name, sums_of<kCollective>(leaves, attributes), results));
+  CGX_TRY(call->units.add(name, leaves, units, attributes));
   CGX_TRY(check_count(name, "keys", keys, kScatters ? 2 * world : kReduces ? 4 : 2));
   CGX_TRY(check_divisor(name, divisor));
   if (segment_bytes < 1) return invalid(name, expected("segment_bytes", segment_bytes, 1));
@@ -113,20 +119,23 @@ ffi::Error execute(cudaStream_t stream, int32_t device, const Collectives& colle
   const auto out = repeated(call.results.pointers(call.rows_out), call.rows / call.rows_out);
   const auto lost = repeated(call.residuals.pointers(1), call.rows);
   const auto dtypes = repeated(call.leaves.dtype, call.rows);
+  const auto sums = repeated(call.results.dtype, call.rows);
+  const auto units = repeated(call.units.first, call.rows);
   return with_lane<CudaLane>(call.name, device, collectives, call.groups, call.world,
                              [&](CudaLane& lane, const NcclLibrary& nccl, NcclComm comm, int rank) {
                                return CudaFused(
                                           {kCollective,
                                            call.owned.view(),
                                            {in.data(), dtypes.data()},
-                                           {out.data(), dtypes.data()},
+                                           {out.data(), sums.data()},
                                            {lost.empty() ? nullptr : lost.data(), dtypes.data()},
                                            call.keys,
                                            call.divisor,
                                            rank,
                                            call.segment_bytes,
                                            call.streams,
-                                           call.payloads},
+                                           call.payloads,
+                                           units.empty() ? nullptr : units.data()},
                                           nccl, comm, lane, stream)
                                    .run();
                              });

@@ -13,6 +13,7 @@
 #include "format/leaves.h"
 #include "handlers/checks.h"
 #include "handlers/slots.h"
+#include "schedule/schedule.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cgx {
@@ -179,6 +180,16 @@ inline ffi::Error split_units(const std::string& call, const LayoutAttributes& a
                              std::to_string(wanted) + ", the units");
   }
   return operands->split(call, given - wanted, units);
+}
+
+// Returns the leaves with the dtypes of their sums. That of a gather-sum is fp32 for a leaf that
+// has units, because it is still in these units.
+template <Collective kCollective>
+Leaves sums_of(Leaves leaves, const LayoutAttributes& attributes) {
+  for (size_t k = 0; k < leaves.dtype.size() && kCollective == Collective::kGatherSum; ++k) {
+    if (attributes.has_units(k)) leaves.dtype[k] = DType::kF32;
+  }
+  return leaves;
 }
 
 }  // namespace cgx

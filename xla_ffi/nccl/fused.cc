@@ -61,7 +61,8 @@ void CudaFused::encode(int64_t segment) {
                      {nullptr, spec_.rank},
                      sent_,
                      /*tails=*/false,
-                     /*key_step=*/spec_.collective == Collective::kReduceScatter ? 2 : 0},
+                     /*key_step=*/spec_.collective == Collective::kReduceScatter ? 2 : 0,
+                     spec_.units},
                     ranges, stream_));
 }
 
@@ -71,9 +72,10 @@ void CudaFused::reduce(int64_t segment) {
   const RankSource rank{nullptr, spec_.rank};
   switch (spec_.collective) {
     case Collective::kAllReduce:
-      check(cgx::reduce({rows_, spec_.in, spec_.keys + 2, rank, received_, spec_.divisor,
-                         sent_ + spec_.rank * rows_.chunk_bytes, /*tails=*/false, spec_.residuals},
-                        own, stream_));
+      check(cgx::reduce(
+          {rows_, spec_.in, spec_.keys + 2, rank, received_, spec_.divisor,
+           sent_ + spec_.rank * rows_.chunk_bytes, /*tails=*/false, spec_.residuals, spec_.units},
+          own, stream_));
       break;
     case Collective::kReduceScatter:
       check(cgx::accumulate(
@@ -81,9 +83,16 @@ void CudaFused::reduce(int64_t segment) {
       break;
     case Collective::kAllGather:
     case Collective::kGatherSum:
-      check(cgx::encode(
-          {rows_, spec_.in, spec_.residuals, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
-          own, stream_));
+      check(cgx::encode({rows_,
+                         spec_.in,
+                         spec_.residuals,
+                         spec_.keys,
+                         {nullptr, -1},
+                         sent_,
+                         /*tails=*/false,
+                         /*key_step=*/0,
+                         spec_.units},
+                        own, stream_));
   }
 }
 
@@ -92,7 +101,7 @@ void CudaFused::decode(int64_t segment) {
   if (spec_.collective == Collective::kGatherSum) {
     // Starts from zeros and adds this rank's payload too, so that all ranks add up the same values.
     check(cgx::accumulate({rows_,
-                           {nullptr, spec_.in.dtype},
+                           {nullptr, spec_.out.dtype},
                            sent_,
                            rows_.world,
                            {nullptr, -1},
@@ -103,7 +112,7 @@ void CudaFused::decode(int64_t segment) {
   }
   std::vector<Range> ranges;
   for (int64_t chunk = 0; chunk < rows_.world; ++chunk) ranges.push_back(range(chunk, segment));
-  check(cgx::decode({rows_, sent_, spec_.out}, ranges, stream_));
+  check(cgx::decode({rows_, sent_, spec_.out, spec_.units}, ranges, stream_));
 }
 
 void CudaFused::post(Phase phase, int64_t segment) {

@@ -27,8 +27,10 @@ struct CudaFusedSpec {
   // Except for an all-reduce, the layout repeats the leaves for each rank. Each rank's leaves are
   // its chunk.
   Layout layout;
-  LeavesIn in;          // an all-gather and a gather-sum read only this rank's
-  LeavesOut out;        // a reduce-scatter and a gather-sum write only this rank's
+  LeavesIn in;  // an all-gather and a gather-sum read only this rank's
+  // A reduce-scatter and a gather-sum write only this rank's. The sum of a gather-sum is still in
+  // the leaf's units, and fp32 if the leaf has any.
+  LeavesOut out;
   LeavesOut residuals;  // data null: none; only for an all-reduce and a gather-sum
   // Device memory. All-reduce: two words for encode and two for reduce. Reduce-scatter: two words
   // for each rank's leaves. The others: two words.
@@ -38,6 +40,9 @@ struct CudaFusedSpec {
   int64_t segment_bytes;
   int64_t streams;   // wires
   uint8_t* scratch;  // device, scratch_bytes()
+  // Null, or one per leaf of the layout, with arrays in device memory; only for an all-reduce and a
+  // gather-sum.
+  const LeafUnits* units = nullptr;
 };
 
 class CudaFused {

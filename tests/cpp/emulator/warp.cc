@@ -2,7 +2,6 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <deque>
@@ -12,6 +11,8 @@
 #include <random>
 #include <utility>
 #include <vector>
+
+#include "context.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
@@ -36,7 +37,7 @@ constexpr size_t kStack = 128 << 10;
 constexpr unsigned kNoOrder = 1;  // a switch of fibers orders nothing
 
 struct Fiber {
-  ucontext_t context;
+  Context context;
   std::unique_ptr<char[]> stack{new char[kStack]};
   bool started, done;
   uint64_t waits_for;         // the exchange that must be over before it goes on
@@ -60,7 +61,7 @@ struct Warp {
   int device;
   char *before,
       *after;  // what the sanitizer takes for the ends of the kernel before and of this one
-  ucontext_t scheduler;
+  Context scheduler;
   void* sanitizer;
   const void* scheduler_stack;
   size_t scheduler_stack_size;
@@ -87,7 +88,7 @@ CGX_UNSEEN void to_scheduler(bool last) {
 #elif defined(__SANITIZE_THREAD__)
   __tsan_switch_to_fiber(w.sanitizer, kNoOrder);
 #endif
-  swapcontext(&me.context, &w.scheduler);
+  Context::change(me.context, w.scheduler);
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(me.sanitizer, &w.scheduler_stack, &w.scheduler_stack_size);
 #endif
@@ -118,11 +119,7 @@ CGX_UNSEEN void resume(int lane) {
   w.thread.thread = w.first_thread + lane;
   if (!fiber.started) {
     fiber.started = true;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
+    fiber.context.start(fiber.stack.get(), kStack, enter);
   }
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(&w.sanitizer, fiber.stack.get(), kStack);
@@ -130,7 +127,7 @@ CGX_UNSEEN void resume(int lane) {
   w.sanitizer = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(fiber.sanitizer, kNoOrder);
 #endif
-  swapcontext(&w.scheduler, &fiber.context);
+  Context::change(w.scheduler, fiber.context);
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(w.sanitizer, nullptr, nullptr);
 #endif

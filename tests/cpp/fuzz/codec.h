@@ -17,7 +17,11 @@ inline int64_t some_segment(Random& random, int64_t bucket) {
   return (bucket - 2) / (cgx::kMaskBits - 1) + 1 + random.below(bucket);
 }
 
-// The leaves of a call. Each has a dtype, and two arrays of units or none.
+// Longer than every bucket that is drawn.
+constexpr int64_t kLongestBucket = int64_t{1} << 30;
+
+// The leaves of a call. Each has a dtype, and two arrays of units or none. Those with units have
+// buckets of up to `in_units`.
 struct Leaves {
   int64_t batch, world;
   std::vector<cgx::SlotSpec> specs;
@@ -25,13 +29,13 @@ struct Leaves {
   cgx::OwnedLayout owned;
   Ints slots;
 
-  Leaves(Random& random, int64_t batch, int64_t world, int64_t most, bool units)
+  Leaves(Random& random, int64_t batch, int64_t world, int64_t most, int64_t in_units)
       : batch(batch), world(world) {
     for (int64_t k = random.of<int64_t>({0, 1, 1, 1, 2, 3}); k > 0; --k) {
       const int64_t bucket =
-          random.chance(2) ? 512 : random.of<int64_t>({32, 64, 96, 256, 1024, int64_t{1} << 30});
+          random.chance(2) ? 512 : random.of<int64_t>({32, 64, 96, 256, 1024, kLongestBucket});
       specs.push_back({random.size(most), random.within(1, 8), bucket, random.below(3),
-                       random.below(5), random.below(2), units ? random.below(2) : 0,
+                       random.below(5), random.below(2), bucket <= in_units ? random.below(2) : 0,
                        random.chance(2) ? some_segment(random, bucket) : 0});
       types.push_back(random.of({XLA_FFI_DataType_F32, XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
                                  XLA_FFI_DataType_F16}));
@@ -81,10 +85,10 @@ inline int64_t some_world(Random& random) {
   return random.chance(32) ? random.within(1, 70) : random.within(1, 5);
 }
 
-// A leaf has about `most` values at most. `units`: whether the device takes units.
-inline Call encode_call(Random& random, int64_t most, bool units) {
+// A leaf has about `most` values at most. The device takes units of buckets of up to `in_units`.
+inline Call encode_call(Random& random, int64_t most, int64_t in_units) {
   Call call;
-  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, in_units);
   call.arg(random, XLA_FFI_DataType_U32, {leaves.batch, 2});
   call.places(random, {leaves.batch}, -1, leaves.world - 1);
   leaves.add_args(random, &call);
@@ -95,9 +99,9 @@ inline Call encode_call(Random& random, int64_t most, bool units) {
   return call;
 }
 
-inline Call reduce_call(Random& random, int64_t most, bool units) {
+inline Call reduce_call(Random& random, int64_t most, int64_t in_units) {
   Call call;
-  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, in_units);
   call.arg(random, XLA_FFI_DataType_U32, {leaves.batch, 2});
   call.places(random, {leaves.batch}, 0, leaves.world - 1);
   call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, leaves.world, leaves.row()});
@@ -116,9 +120,9 @@ inline Call reduce_call(Random& random, int64_t most, bool units) {
   return call;
 }
 
-inline Call decode_call(Random& random, int64_t most, bool units) {
+inline Call decode_call(Random& random, int64_t most, int64_t in_units) {
   Call call;
-  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, in_units);
   call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, leaves.world, leaves.row()});
   leaves.add_units(random, &call);
   leaves.add_rets(random, &call);
@@ -126,9 +130,9 @@ inline Call decode_call(Random& random, int64_t most, bool units) {
   return call;
 }
 
-inline Call accumulate_call(Random& random, int64_t most, bool) {
+inline Call accumulate_call(Random& random, int64_t most, int64_t) {
   Call call;
-  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), 1, most, false);
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), 1, most, 0);
   const int64_t peers = some_world(random);
   call.places(random, {leaves.batch}, -1, peers - 1);
   call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, peers, leaves.row()});
@@ -139,16 +143,16 @@ inline Call accumulate_call(Random& random, int64_t most, bool) {
   return call;
 }
 
-inline Call find_call(Random& random, int64_t most, bool) {
+inline Call find_call(Random& random, int64_t most, int64_t) {
   Call call;
-  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), 1, most, false);
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), 1, most, 0);
   leaves.add_args(random, &call);
   const int64_t count = static_cast<int64_t>(leaves.specs.size());
   call.ret(random, XLA_FFI_DataType_S32, {leaves.batch, count, 2});
   return call;
 }
 
-using MakeCodec = Call (*)(Random& random, int64_t most, bool units);
+using MakeCodec = Call (*)(Random& random, int64_t most, int64_t in_units);
 // The function that makes calls of a target; null if the target is one of codes.
 inline MakeCodec codec_maker(const std::string& target) {
   const std::pair<const char*, MakeCodec> all[] = {

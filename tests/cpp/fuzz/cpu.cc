@@ -69,7 +69,7 @@ void cpu_case(Random& random) {
   const auto& [target, handler] = handlers[random.below(static_cast<int64_t>(handlers.size()))];
   const MakeCodec make = codec_maker(target);
   std::unique_ptr<Threads> threads;  // outlives the call: late tasks find its memory gone
-  Call call = make ? make(random, kMost, true) : code_maker(target)(random, kCodes);
+  Call call = make ? make(random, kMost, kLongestBucket) : code_maker(target)(random, kCodes);
   const bool damaged = random.chance(2);
   if (damaged) damage(random, &call);
   if (random.chance(4)) threads = std::make_unique<Unpunctual>(random.chance(2));

@@ -3,6 +3,7 @@
 #include "handlers/cuda.h"
 
 #include "cuda/codes.h"
+#include "cuda/kernels.h"
 #include "fuzz/codec.h"
 #include "fuzz/codes.h"
 
@@ -19,7 +20,7 @@ void cuda_case(Random& random) {
   const auto& [target, handler] = handlers[random.below(static_cast<int64_t>(handlers.size()))];
   const std::string name = target + std::string(" (CUDA)");
   const MakeCodec make = codec_maker(target);
-  Call call = make ? make(random, kMost, false) : code_maker(target)(random, kCodes);
+  Call call = make ? make(random, kMost, cgx::kTileValues) : code_maker(target)(random, kCodes);
   const bool damaged = random.chance(2);
   if (damaged) damage(random, &call);
   if (!call.args.empty() && random.chance(8))

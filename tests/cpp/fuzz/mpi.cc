@@ -61,7 +61,7 @@ enum class Part { kWhole, kStart, kFinish };
 Call reduce_call(Random& random, const Where& where, bool gathers, Part part) {
   static uint32_t last[2];  // a ticket
   Call call;
-  const Leaves leaves(random, 1, gathers ? 1 : where.world, 600, !gathers);
+  const Leaves leaves(random, 1, gathers ? 1 : where.world, 600, gathers ? 0 : kLongestBucket);
   call.arg(random, XLA_FFI_DataType_U32, {gathers ? 2 : 4});
   call.places(random, {1}, where.rank, where.rank);
   if (part != Part::kWhole) {

@@ -24,11 +24,12 @@ Call make(Random& random, cgx::Collective collective, int64_t world) {
   const bool whole = collective == cgx::Collective::kAllReduce;
   const int64_t in = collective == cgx::Collective::kReduceScatter ? world : 1;
   const int64_t out = collective == cgx::Collective::kAllGather ? world : 1;
-  Leaves leaves(random, 1, world, 2000, false);
+  Leaves leaves(random, 1, world, 2000, whole ? cgx::kTileValues : 0);
   leaves.build(whole ? 1 : world);
   Call call;
   call.arg(random, XLA_FFI_DataType_U32, {whole ? 4 : 2 * in});
   leaves.add_args(random, &call, in);
+  leaves.add_units(random, &call);
   leaves.add_rets(random, &call, out);
   const bool sums = whole || collective == cgx::Collective::kGatherSum;
   if (sums && random.chance(2)) leaves.add_rets(random, &call);

@@ -8,7 +8,7 @@ namespace fuzz {
 namespace {
 
 Call make(Random& random, int64_t world, bool damaged) {
-  const Leaves leaves(random, 1, world, 1000, false);
+  const Leaves leaves(random, 1, world, 1000, 0);
   Call call;
   call.arg(random, XLA_FFI_DataType_U32, {4});
   leaves.add_args(random, &call);

@@ -134,7 +134,25 @@ struct Options {
   int executing = kWorld;     // ranks that reach Execute; the others are lost before it
   bool aborts = false;        // XLA aborts its communicator afterwards
   int64_t failing_cuda = -1;  // the number of a CUDA call that fails
+  int64_t units = 0, bucket = kBucket;
 };
+
+// The units of the leaf: 20 rows by 50 columns.
+struct Factors {
+  std::vector<float> rows = std::vector<float>(2 * 20), columns = std::vector<float>(2 * 50);
+
+  Factors() {
+    for (auto* both : {&rows, &columns}) {
+      const size_t count = both->size() / 2;
+      for (size_t i = 0; i < count; ++i) {
+        (*both)[count + i] = 1 + static_cast<float>(i) / 7;
+        (*both)[i] = 1 / (*both)[count + i];
+      }
+    }
+  }
+  cgx::LeafUnits view() const { return {rows.data(), columns.data(), 20, 50}; }
+};
+const Factors factors;
 
 // A new device for every rank, because what a device keeps from call to call belongs to its
 // streams.
@@ -208,8 +226,12 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
     if (options.extension) contexts[r].extension = &extensions[r].extension_base;
     Frame& frame = frames[r];
     frame.arg(XLA_FFI_DataType_U32, keys, {call.keys})
-        .arg(XLA_FFI_DataType_F32, in[r].data(), {call.rows_in, kValues})
-        .ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues});
+        .arg(XLA_FFI_DataType_F32, in[r].data(), {call.rows_in, kValues});
+    if (options.units) {
+      frame.arg(XLA_FFI_DataType_F32, factors.rows.data(), {2, 20})
+          .arg(XLA_FFI_DataType_F32, factors.columns.data(), {2, 50});
+    }
+    frame.ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues});
     if (call.residual) frame.ret(XLA_FFI_DataType_F32, lost[r].data(), {kValues});
     frame.ret(XLA_FFI_DataType_U8, payloads[r].data(), {bytes})
         .attr("divisor", 1.0f)
@@ -218,8 +240,8 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
         .attr("streams", options.streams)
         .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
     frame
-        .attr("slots",
-              std::vector<int64_t>{kBits, kBucket, kNearest, 0, kRotation, 0, kSlotSegment})
+        .attr("slots", std::vector<int64_t>{kBits, options.bucket, kNearest, 0, kRotation,
+                                            options.units, kSlotSegment})
         .attr("world", options.world);
   }
   std::string error;
@@ -256,7 +278,8 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
 
 // What receivers make of rows of values, each encoded by itself: their sum, or if not `sums`, the
 // decoded row. A record with a mask is rotated once more before it is added.
-std::vector<float> received(const std::vector<const float*>& rows, bool sums = true) {
+std::vector<float> received(const std::vector<const float*>& rows, bool sums = true,
+                            const cgx::LeafUnits* units = nullptr) {
   cgx::OwnedLayout owned;
   check(
       owned.build({{kValues, kBits, kBucket, kNearest, 0, kRotation, 0, kSlotSegment}}, 1).empty(),
@@ -271,7 +294,7 @@ std::vector<float> received(const std::vector<const float*>& rows, bool sums = t
   for (size_t r = 0; r < rows.size(); ++r) {
     const void* from = rows[r];
     uint8_t* const payload = payloads.data() + r * layout.chunk_bytes;
-    cpu.encode({layout, {&from, &dtype}, {}, key, -1, payload, scratch.data()}, 0,
+    cpu.encode({layout, {&from, &dtype}, {}, key, -1, payload, scratch.data(), units}, 0,
                layout.total_bytes());
   }
   const void* from = zeros.data();
@@ -310,6 +333,29 @@ void other_collectives() {
   check(fused(kFused[4], {}, &out).empty(), "fused: gather-sum");
   expected.assign(kWorld, received({in[0].data(), in[1].data()}));
   check(out == expected, "fused: sums of what all ranks have received, in their order");
+}
+
+void units() {
+  const cgx::LeafUnits own = factors.view();
+  const Arrays in = operands(1);
+  Arrays out, plain;
+  Options options;
+  options.units = 1;
+  check(fused(kFused[4], options, &out).empty(), "fused: gather-sum in units");
+  check(out == Arrays(kWorld, received({in[0].data(), in[1].data()}, /*sums=*/true, &own)),
+        "fused: sums that are still in units");
+  for (const Fused* call : {&kFused[0], &kFused[3]}) {
+    check(fused(*call, options, &out).empty() && fused(*call, {}, &plain).empty(),
+          std::string(call->name) + " in units");
+    check(out[0] == out[1] && out != plain, std::string(call->name) + ": units count");
+  }
+  for (const Fused* call : {&kFused[1], &kFused[2]}) {
+    check(has(fused(*call, options, &out), "units of leaf 0 is 1, must be 0"),
+          std::string(call->name) + " takes no units");
+  }
+  options.bucket = 1024;
+  check(has(fused(kFused[0], options, &out), "must be at most 512 with units"),
+        "fused: long buckets in units");
 }
 
 void streams() {
@@ -576,6 +622,7 @@ int main() {
   messages_are_not_recorded();
   fused_calls();
   other_collectives();
+  units();
   streams();
   lost_communicators();
   cuda_failures();

@@ -34,6 +34,27 @@ void equals_the_steps() {
   }
 }
 
+// With units, for the collectives that take them.
+void multiplies_by_units() {
+  for (const auto& [collective, name, residual] : kCollectives) {
+    if (collective != cgx::Collective::kAllReduce && collective != cgx::Collective::kGatherSum) {
+      continue;
+    }
+    for (const auto dtype : {cgx::DType::kF32, cgx::DType::kBF16, cgx::DType::kF16}) {
+      for (const int64_t rounding : {0, 1, 2}) {
+        const auto specs = leaves(collective, rounding, /*units=*/true);
+        const Problem problem(collective, specs, 3, 3.0f, residual, dtype);
+        for (const int64_t segment_bytes : {40, 1 << 20}) {
+          check(bool(outcome(problem, {segment_bytes})),
+                name + " in units of dtype " + std::to_string(static_cast<int>(dtype)) +
+                    " rounding " + std::to_string(rounding) + " segments of " +
+                    std::to_string(segment_bytes));
+        }
+      }
+    }
+  }
+}
+
 // Every single wait is needed: without it, some order of the streams gives a wrong result.
 void every_wait_is_needed() {
   for (const auto& [collective, name, residual] : kCollectives) {
@@ -175,6 +196,7 @@ void payload_memory() {
 int main() {
   payload_memory();
   equals_the_steps();
+  multiplies_by_units();
   every_wait_is_needed();
   waits_for_communicators_that_do_not_block();
   waits_for_late_communicators();

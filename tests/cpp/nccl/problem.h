@@ -37,7 +37,9 @@ struct Problem {
   std::vector<cgx::SlotSpec> specs;
   std::vector<Values> in;                   // by rank, row and leaf
   std::vector<std::vector<uint32_t>> keys;  // by rank
-  std::vector<cgx::DType> dtypes;           // of all rows
+  std::vector<cgx::DType> dtypes, sums;     // of all rows, and of their results
+  std::vector<std::vector<float>> factors;  // those that `units` are made of
+  std::vector<cgx::LeafUnits> units;        // of all rows, or empty
   cgx::OwnedLayout row, owned;              // of one row; of all rows that travel together
   std::vector<Values> expected, expected_lost;
 
@@ -57,6 +59,15 @@ struct Problem {
     std::vector<cgx::SlotSpec> all;
     for (int64_t r = 0; r < rows; ++r) all.insert(all.end(), specs.begin(), specs.end());
     dtypes.assign(all.size(), dtype);
+    sums = dtypes;
+    const bool in_units =
+        std::any_of(all.begin(), all.end(), [](const cgx::SlotSpec& leaf) { return leaf.units; });
+    for (size_t k = 0; k < all.size() && in_units; ++k) {
+      units.push_back(all[k].units ? units_of(all[k].size, rng) : cgx::LeafUnits{});
+      // Every row is the same leaf.
+      if (k >= specs.size()) units[k] = units[k - specs.size()];
+      if (collective == cgx::Collective::kGatherSum && all[k].units) sums[k] = cgx::DType::kF32;
+    }
     for (int64_t r = 0; r < world; ++r) {
       in.emplace_back();
       for (int64_t row = 0; row < rows_in; ++row) {
@@ -69,7 +80,7 @@ struct Problem {
       for (int64_t k = 0; k < 2 * world + 2; ++k) keys[r].push_back(rng());
     }
     check(row.build(specs, 1).empty() && owned.build(all, world).empty(), "layout");
-    expected_lost.assign(world, empty(1));
+    expected_lost.assign(world, empty(1, dtypes));
     if (collective == cgx::Collective::kAllReduce) expected = all_reduce_in_steps();
     if (collective == cgx::Collective::kReduceScatter) expected = reduce_scatter_in_steps();
     if (collective == cgx::Collective::kAllGather) expected = all_gather_in_steps();
@@ -83,16 +94,31 @@ struct Problem {
     return all;
   }
 
-  // Leaves in which every value is NaN.
-  Values empty(int64_t rows) const {
+  // Leaves of these dtypes in which every value is NaN.
+  Values empty(int64_t rows, const std::vector<cgx::DType>& of) const {
     Values leaves;
     for (int64_t r = 0; r < rows; ++r) {
-      for (const auto& leaf : specs) {
-        leaves.emplace_back(leaf.size * cgx::item_size(dtypes[0]), 0xFF);
+      for (size_t k = 0; k < specs.size(); ++k) {
+        leaves.emplace_back(specs[k].size * cgx::item_size(of[k]), 0xFF);
       }
     }
     return leaves;
   }
+
+  // Units of a leaf of that many values. The factors out of them are no powers of two.
+  cgx::LeafUnits units_of(int64_t size, std::mt19937& rng) {
+    int64_t rows = 40;
+    while (size % rows != 0) --rows;
+    for (const int64_t count : {rows, size / rows}) {
+      auto& both = factors.emplace_back(2 * count);
+      for (int64_t i = 0; i < count; ++i) {
+        both[count + i] = 1 + static_cast<float>(rng() % 1000) / 300;
+        both[i] = 1 / both[count + i];
+      }
+    }
+    return {factors[factors.size() - 2].data(), factors.back().data(), rows, size / rows};
+  }
+  const cgx::LeafUnits* all_units() const { return units.empty() ? nullptr : units.data(); }
 
   // Encode, all_to_all, reduce, all_gather and decode, one after the other.
   std::vector<Values> all_reduce_in_steps() {
@@ -109,7 +135,8 @@ struct Problem {
                   keys[r].data(),
                   r,
                   sent[r].data(),
-                  scratch.data()},
+                  scratch.data(),
+                  all_units()},
                  0, total);
     }
     Bytes gathered(world * bytes), received(world * bytes);
@@ -126,12 +153,15 @@ struct Problem {
                   divisor,
                   &gathered[r * bytes],
                   scratch.data(),
-                  {lost.data(), dtypes.data()}},
+                  {lost.data(), dtypes.data()},
+                  all_units()},
                  layout.begin[r], layout.begin[r + 1]);
     }
-    Values out = empty(1);
+    Values out = empty(1, dtypes);
     const auto leaves = pointers(out);
-    cpu.decode({layout, gathered.data(), {leaves.data(), dtypes.data()}, scratch.data()}, 0, total);
+    cpu.decode(
+        {layout, gathered.data(), {leaves.data(), dtypes.data()}, scratch.data(), all_units()}, 0,
+        total);
     return std::vector<Values>(world, out);
   }
 
@@ -148,7 +178,8 @@ struct Problem {
                                    keys[rank].data() + 2 * from,
                                    -1,
                                    payload.data(),
-                                   scratch.data()},
+                                   scratch.data(),
+                                   all_units()},
                                   0, layout.total_bytes());
     return payload;
   }
@@ -157,23 +188,23 @@ struct Problem {
   Values sum(const std::vector<void*>& leaves, const Bytes& payloads, int64_t but) const {
     const cgx::Layout layout = row.view();
     std::vector<float> scratch(row.scratch_values());
-    Values sums = empty(1);
-    const auto out = pointers(sums);
+    Values total = empty(1, sums);
+    const auto out = pointers(total);
     cgx::current_kernels().accumulate({layout,
-                                       {leaves.data(), dtypes.data()},
+                                       {leaves.data(), sums.data()},
                                        payloads.data(),
                                        world,
                                        but,
                                        divisor,
-                                       {out.data(), dtypes.data()},
+                                       {out.data(), sums.data()},
                                        scratch.data()},
                                       0, layout.total_bytes());
-    return sums;
+    return total;
   }
 
   // Encode every row, all_to_all, accumulate.
   std::vector<Values> reduce_scatter_in_steps() const {
-    std::vector<Values> sums;
+    std::vector<Values> totals;
     for (int64_t r = 0; r < world; ++r) {
       Bytes received;
       for (int64_t from = 0; from < world; ++from) {
@@ -182,9 +213,9 @@ struct Problem {
       }
       const auto leaves = pointers(in[r]);
       const auto own = leaves.begin() + r * specs.size();
-      sums.push_back(sum({own, own + specs.size()}, received, r));
+      totals.push_back(sum({own, own + specs.size()}, received, r));
     }
-    return sums;
+    return totals;
   }
 
   // Encode, all_gather, accumulate all payloads from zeros.
@@ -194,7 +225,7 @@ struct Problem {
       const Bytes payload = encoded(r, 0, &expected_lost[r]);
       gathered.insert(gathered.end(), payload.begin(), payload.end());
     }
-    Values zeros = empty(1);
+    Values zeros = empty(1, sums);
     for (auto& leaf : zeros) std::fill(leaf.begin(), leaf.end(), uint8_t{0});
     return std::vector<Values>(world, sum(pointers(zeros), gathered, -1));
   }
@@ -202,7 +233,7 @@ struct Problem {
   // Encode, all_gather, decode every row.
   std::vector<Values> all_gather_in_steps() const {
     const cgx::Layout layout = row.view();
-    Values out = empty(world);
+    Values out = empty(world, dtypes);
     const auto leaves = pointers(out);
     std::vector<float> scratch(row.scratch_values());
     for (int64_t r = 0; r < world; ++r) {
@@ -236,8 +267,8 @@ class Ranks {
         scratch_(problem.world),
         comms_(problem.world),
         lanes_(problem.world),
-        out_(problem.world, problem.empty(problem.rows_out)),
-        lost_(problem.world, problem.empty(1)) {
+        out_(problem.world, problem.empty(problem.rows_out, problem.sums)),
+        lost_(problem.world, problem.empty(1, problem.dtypes)) {
     emulator::reset();
     const int64_t bytes =
         cgx::CudaFused::scratch_bytes(problem.collective, problem.owned.view(), run.segment_bytes);
@@ -272,14 +303,15 @@ class Ranks {
       cgx::CudaFused fused({problem_.collective,
                             problem_.owned.view(),
                             {from.data(), dtypes},
-                            {to.data(), dtypes},
+                            {to.data(), problem_.sums.data()},
                             {problem_.residual ? lost.data() : nullptr, dtypes},
                             problem_.keys[rank].data(),
                             problem_.divisor,
                             static_cast<int32_t>(rank),
                             run_.segment_bytes,
                             streams,
-                            scratch_[rank].data()},
+                            scratch_[rank].data(),
+                            problem_.all_units()},
                            emulated_nccl(), comm(rank), lanes_[rank], streams_[rank]);
       const std::string said = fused.run();
       if (!said.empty()) error = said;
@@ -348,12 +380,14 @@ const struct {
                     {cgx::Collective::kGatherSum, "gather-sum", false},
                     {cgx::Collective::kGatherSum, "gather-sum with residuals", true}};
 
-// Test leaves. They are shorter for the collectives other than all-reduce, which have them once per
-// rank.
-std::vector<cgx::SlotSpec> leaves(cgx::Collective collective, int64_t rounding) {
+// Test leaves, two of which may have units. They are shorter for the collectives other than
+// all-reduce, which have them once per rank.
+std::vector<cgx::SlotSpec> leaves(cgx::Collective collective, int64_t rounding,
+                                  bool units = false) {
   const int64_t size = collective == cgx::Collective::kAllReduce ? 777 : 177;
-  return {
-      {size + 223, 4, 64, rounding, 0}, {3, 8, 32, 0, 1, 1}, {size, 3, 96, rounding, 2, 0, 0, 9}};
+  return {{size + 223, 4, 64, rounding, 0, units, units},
+          {3, 8, 32, 0, 1, 1},
+          {size, 3, 96, rounding, 2, 0, units, 9}};
 }
 
 }  // namespace
