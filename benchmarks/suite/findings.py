@@ -84,7 +84,8 @@ def rates() -> str:
         for task in tasks:
             field, _, _, digits = METRICS[task]
             rows = tables.rows(f"suite/diloco_rate/{task}")
-            line += [f"{row[field]:.{digits}f}" for row in rows if row["configuration"] == name]
+            found = [f"{row[field]:.{digits}f}" for row in rows if row["configuration"] == name]
+            line += found or [""]
         body.append(line)
     return tables.table(["", *(f"{task}: {METRICS[task][1]}" for task in tasks)], body)
 

@@ -10,6 +10,12 @@
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
+// Functions on the way from one stack to another: the thread sanitizer takes it for another thread.
+#if defined(__SANITIZE_THREAD__)
+#define CGX_UNSEEN __attribute__((no_sanitize("thread")))
+#else
+#define CGX_UNSEEN
+#endif
 
 #if defined(__x86_64__)
 
@@ -44,7 +50,7 @@ namespace emulator {
 class Context {
  public:
   // Lets the next switch to this context call `function`, which must not return.
-  void start(char* stack, size_t size, void (*function)()) {
+  CGX_UNSEEN void start(char* stack, size_t size, void (*function)()) {
 #if defined(__SANITIZE_ADDRESS__)
     ASAN_UNPOISON_MEMORY_REGION(stack, size);  // of the functions that never returned
 #endif
@@ -54,7 +60,9 @@ class Context {
     for (int saved = 0; saved < 6; ++saved) *--top = 0;
     stack_ = top;
   }
-  static void change(Context& from, Context& to) { cgx_switch_stack(&from.stack_, to.stack_); }
+  CGX_UNSEEN static void change(Context& from, Context& to) {
+    cgx_switch_stack(&from.stack_, to.stack_);
+  }
 
  private:
   void* stack_;
@@ -70,14 +78,16 @@ namespace emulator {
 
 class Context {
  public:
-  void start(char* stack, size_t size, void (*function)()) {
+  CGX_UNSEEN void start(char* stack, size_t size, void (*function)()) {
     getcontext(&context_);
     context_.uc_stack.ss_sp = stack;
     context_.uc_stack.ss_size = size;
     context_.uc_link = nullptr;
     makecontext(&context_, function, 0);
   }
-  static void change(Context& from, Context& to) { swapcontext(&from.context_, &to.context_); }
+  CGX_UNSEEN static void change(Context& from, Context& to) {
+    swapcontext(&from.context_, &to.context_);
+  }
 
  private:
   ucontext_t context_;

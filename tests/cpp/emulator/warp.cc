@@ -25,9 +25,6 @@ void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
 }
-#define CGX_UNSEEN __attribute__((no_sanitize("thread")))
-#else
-#define CGX_UNSEEN
 #endif
 
 namespace emulator {

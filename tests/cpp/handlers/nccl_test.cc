@@ -135,6 +135,7 @@ struct Options {
   bool aborts = false;        // XLA aborts its communicator afterwards
   int64_t failing_cuda = -1;  // the number of a CUDA call that fails
   int64_t units = 0, bucket = kBucket;
+  bool slots = true;
 };
 
 // The units of the leaf: 20 rows by 50 columns.
@@ -239,10 +240,10 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
         .attr("segment_bytes", kSegment)
         .attr("streams", options.streams)
         .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
-    frame
-        .attr("slots", std::vector<int64_t>{kBits, options.bucket, kNearest, 0, kRotation,
-                                            options.units, kSlotSegment})
-        .attr("world", options.world);
+    std::vector<int64_t> slots = {kBits,     options.bucket, kNearest,    0,
+                                  kRotation, options.units,  kSlotSegment};
+    if (!options.slots) slots.clear();
+    frame.attr("slots", slots).attr("world", options.world);
   }
   std::string error;
   const auto stage = [&](XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage number,
@@ -356,6 +357,10 @@ void units() {
   options.bucket = 1024;
   check(has(fused(kFused[0], options, &out), "must be at most 512 with units"),
         "fused: long buckets in units");
+  options = {};
+  options.slots = false;
+  check(has(fused(kFused[4], options, &out), "length of slots is 0, expected 7"),
+        "fused: slots of fewer leaves");
 }
 
 void streams() {
