@@ -259,8 +259,8 @@ class _Workers:
         treedef = jax.tree.structure(part.like)
 
         def vary(xs: list[jax.Array]) -> list[jax.Array]:
-            vary = axes.varying()
-            return [_compat.vary_over(x, vary) for x in xs]
+            names = axes.varying()
+            return [_compat.vary_over(x, names) for x in xs]
 
         def sent() -> Pytree:
             own = moved if weight is None else self._weighted(axes, moved, weight)
