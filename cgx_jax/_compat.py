@@ -129,6 +129,22 @@ batching.defvectorized(_same_p)
 mlir.register_lowering(_same_p, lambda ctx, x, *, axes: [x])
 
 
+def same_everywhere(x: jax.Array) -> jax.Array:
+    """Types `x` as the same on all ranks, those of vmap too; the caller guarantees that it is."""
+    typed: jax.Array = _same_everywhere_p.bind(x)
+    return typed
+
+
+_same_everywhere_p = Primitive("cgx_same_everywhere")
+_same_everywhere_p.def_impl(lambda x: x)
+_same_everywhere_p.def_abstract_eval(lambda x: reduced_aval(x, x.mat.varying))
+batching.primitive_batchers[_same_everywhere_p] = lambda args, dims: (
+    same_everywhere(args[0].max(dims[0])),
+    None,
+)
+mlir.register_lowering(_same_everywhere_p, lambda ctx, x: [x])
+
+
 def result_aval(shape: Sequence[int], dtype: DTypeLike, like: Any) -> jax.core.ShapedArray:
     """Returns the abstract value of a kernel's result; it varies where the operand `like` does."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -351,6 +351,7 @@ def after(number: jax.Array, arrays: Iterable[Any]) -> jax.Array:
 
     On CPUs, XLA runs the collectives of a branch beside those outside of it, and in another order
     on each device. They then take each other's messages: values are wrong, or the process crashes.
+    Under vmap, the result stays one number, so that the branch does not become a selection.
     """
     arrays = list(arrays)
     if not arrays:
@@ -359,9 +360,7 @@ def after(number: jax.Array, arrays: Iterable[Any]) -> jax.Array:
     first = [jnp.ravel(x)[:1].astype(bool) for x in arrays]
     axes = frozenset().union(*map(_compat.varying_axes, first))
     seen = jnp.concatenate([_compat.vary_over(x, axes) for x in first]).any()
-    later = number + zero * seen.astype(jnp.int32)
-    more = _compat.varying_axes(later) - _compat.varying_axes(number)
-    return _compat.same_over(later, sorted(more))
+    return number + _compat.same_everywhere(zero * seen.astype(jnp.int32))
 
 
 def _check_bound(

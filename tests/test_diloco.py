@@ -167,6 +167,30 @@ def test_without_check_vma_it_is_the_same(check_vma):
     jax.tree.map(np.testing.assert_array_equal, shared[-1], want[-1])
 
 
+@pytest.mark.parametrize("delay", (0, 2))
+def test_workers_may_be_an_axis_of_vmap(delay):
+    tx = wrapped(Quantize(8), every=4, delay=delay)
+
+    def step(params, state, target):
+        grads = jax.tree.map(jnp.subtract, local_params(params, state), target)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def over_workers(f, in_axes, out_axes):
+        return jax.jit(jax.vmap(f, in_axes, out_axes, axis_name="data", axis_size=WORLD))
+
+    made = jax.eval_shape(over_workers(tx.init, None, 0), START)
+    places = jax.tree.map(lambda s: 0 if len(s) else None, cgx_jax.state_specs(made, "data"))
+    params, state = START, over_workers(tx.init, None, places)(START)
+    # None among the axes of results asks for one value of all workers, as a branch that is taken or
+    # not gives it, and a selection does not.
+    stepped = over_workers(step, (None, places, 0), (None, places))
+    shared, _, _ = trained(tx)
+    for expected in shared:
+        params, state = stepped(params, state, TARGETS)
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
 @pytest.mark.parametrize("weights", [(1, 2, 5), (3, 0, 1), (0, 0, 0)])
 def test_workers_count_by_their_weights(weights):
     want, _, _ = reference(4, weights=weights)

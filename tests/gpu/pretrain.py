@@ -3,7 +3,8 @@
     python tests/gpu/pretrain.py OUT.jsonl CORPUS.xz --seconds 300
 
 Eight ranks are an axis of `vmap`, so each holds its own gradient, and encode, exchange, reduce and
-decode run as on eight devices. All ways start from the same parameters and see the same batches, in
+decode run as on eight devices. Under DiLoCo each also holds its own parameters and moments; what is
+evaluated are the shared ones. All ways start from the same parameters and see the same batches, in
 one process, and take their steps in turns: whenever time ends, all have taken as many. The learning
 rate warms up, then stays, then decays to 0 over the last fifth of the steps. Their number follows
 from the time that the first steps take. CORPUS.xz is made by corpus.py; its last tokens are held
@@ -25,9 +26,11 @@ import models
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 import measure
-from cgx_jax import Quantize, SecondMoment, sync_gradients
+from cgx_jax import Identity, Quantize, SecondMoment, state_specs, sync_gradients
+from cgx_jax.transforms import diloco, local_params
 
 WORLD = 8
 HELD_OUT = 32  # windows for each rank
@@ -45,6 +48,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=4, help="a rank and step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--decay", type=float, default=0.95, help="of SecondMoment, as Adam's")
+    parser.add_argument("--every", type=int, default=32, help="steps of a round of DiLoCo")
     parser.add_argument("--ways", default="exact;bf16;4 bits;4 bits, recommended")
     parser.add_argument("--platform", default="cuda", help="cpu tries the script itself")
     arguments = parser.parse_args()
@@ -62,25 +66,36 @@ def main() -> int:
         return RATE * warm * jnp.clip((total - step) / (0.2 * total), 0, 1)
 
     def step_of(name):
-        reduction = ways(arguments.decay)[name]
-        adam = optax.chain(
-            optax.clip_by_global_norm(CLIP),
-            optax.scale_by_adam(b2=0.95),
-            optax.add_decayed_weights(WEIGHT_DECAY, are_matrices),
-        )
+        optimizer = ways(arguments.decay, arguments.every)[name]
 
         def step(params, state, batch, number, total):
-            value, grads = jax.value_and_grad(loss)(params, batch)
-            grads, reduced = reduction.update(grads, state[0], params)
-            updates, moments = adam.update(grads, state[1], params)
+            here = local_params(params, state) if "DiLoCo" in name else params
+            value, grads = jax.value_and_grad(loss)(here, batch)
             rate = schedule(number, total)
-            params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-            return params, (reduced, moments), lax.pmean(value, "ranks")
+            updates, state = optimizer.update(grads, state, params, rate=rate)
+            return optax.apply_updates(params, updates), state, lax.pmean(value, "ranks")
 
-        over_ranks = jax.vmap(
-            step, in_axes=(None, None, 0, None, None), out_axes=None, axis_name="ranks"
+        def init(places):
+            return jax.vmap(
+                optimizer.init,
+                in_axes=None,
+                out_axes=places,
+                axis_name="ranks",
+                axis_size=WORLD,
+            )
+
+        places = jax.tree.map(
+            lambda spec: 0 if len(spec) else None,
+            state_specs(jax.eval_shape(init(0), params), "ranks"),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
-        state = jax.jit(lambda p: (reduction.init(p), adam.init(p)))(params)
+        over_ranks = jax.vmap(
+            step,
+            in_axes=(None, places, 0, None, None),
+            out_axes=(None, places, None),
+            axis_name="ranks",
+        )
+        state = jax.jit(init(places))(params)
         own = jax.tree.map(jnp.copy, params)
         batch = jnp.zeros((WORLD, arguments.windows, length + 1), jnp.int32)
         program = jax.jit(over_ranks, donate_argnums=(0, 1))
@@ -141,25 +156,42 @@ def are_matrices(params: dict) -> dict:
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
-def ways(decay: float) -> dict:
-    """Returns how gradients of the ranks become their mean, by name."""
+def ways(decay: float, every: int) -> dict:
+    """Returns the optimizers by name; their `update` takes the learning rate as `rate`."""
+
+    def in_rates(updates, state, params=None, *, rate, **others):
+        return jax.tree.map(lambda u: -rate * u, updates), state
+
+    adam = optax.chain(
+        optax.clip_by_global_norm(CLIP),
+        optax.scale_by_adam(b2=0.95),
+        optax.add_decayed_weights(WEIGHT_DECAY, are_matrices),
+        optax.GradientTransformationExtraArgs(optax.init_empty_state, in_rates),
+    )
 
     def recommended(bits):
         code = Quantize(bits, rotation=True)
         moment = SecondMoment(decay=decay)
         return sync_gradients("ranks", code, exchange="xla", precondition=moment)
 
+    def rarely(code):
+        return diloco(adam, "ranks", code, every=every, exchange="xla")
+
     def in_bf16(grads, _):
         small = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
         return jax.tree.map(lambda g: g.astype(jnp.float32), lax.pmean(small, "ranks"))
 
-    return {
+    reductions = {
         "exact": optax.stateless(lambda grads, _: lax.pmean(grads, "ranks")),
         "bf16": optax.stateless(in_bf16),
         "4 bits": sync_gradients("ranks", Quantize(4), exchange="xla"),
         "4 bits, recommended": recommended(4),
         "3 bits, recommended": recommended(3),
         "2 bits, recommended": recommended(2),
+    }
+    return {name: optax.chain(reduction, adam) for name, reduction in reductions.items()} | {
+        "DiLoCo, exact": rarely(Identity()),
+        "DiLoCo, 4 bits": rarely(Quantize(4, rotation=True)),
     }
 
 

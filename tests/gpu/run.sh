@@ -37,7 +37,7 @@ if [ -n "${REHEARSAL:-}" ]; then
   patience=4
   once=(--repeats 1)
   platform=(--platform cpu)
-  little=(--ways "exact;4 bits, recommended")
+  little=(--ways "exact;4 bits, recommended;DiLoCo, 4 bits" --every 2)
 fi
 deadline=$((${DEADLINE:-580} * patience))
 
