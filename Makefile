@@ -101,8 +101,7 @@ openmpi-test: $(STAMPS)/openmpi
 
 # Reduces for HOURS on several processes, and kills some. What it finds is in build/soak/log.txt.
 soak: $(STAMPS)/test
-	$(BIN)/python benchmarks/soak/run.py --hours $(HOURS) --json benchmarks/results/soak.jsonl \
-	  --png demo/soak.png
+	$(BIN)/python benchmarks/soak/run.py --hours $(HOURS) --json benchmarks/results/soak.jsonl
 
 cpp-test: $(STAMPS)/cpp
 	$(CONFIGURE_CPP); \

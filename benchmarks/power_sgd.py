@@ -1,7 +1,6 @@
-"""PowerSGD against lax.psum and 4 bits over shaped links, and its products alone.
+"""PowerSGD against lax.psum and 4 bits over shaped links.
 
     python benchmarks/power_sgd.py --json benchmarks/results/power_sgd.jsonl
-    python benchmarks/power_sgd.py --products --json benchmarks/results/power_sgd.jsonl
     python benchmarks/power_sgd.py --leaves 2 --side 256 --reps 2     # a quick look
 
 Every rank holds `--leaves` fp32 matrices of `--side` squared. A method takes the ranks' means, as
@@ -10,19 +9,14 @@ barrier; a time is the slowest rank's. `ratio` is psum's time divided by the met
 same repeat: the median (and quartiles) over the repeats. `sent` is what a rank's network device
 counted (the largest over ranks). The share "of plan" divides this by the bytes that the format
 predicts (for psum: that a ring sends).
-
-With --products one process times the ways to write PowerSGD's products in plain JAX, and a whole
-step of one rank, on one matrix. The ways take turns; figures are medians with quartiles.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -31,15 +25,11 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process, timed
 from cgx_jax.commands import rig
-from cgx_jax.compressors.base import alone
 from cgx_jax.tuning.link_timer import gradient
-
-HIGHEST = lax.Precision.HIGHEST
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = measure.parser(__doc__, leaves=6, world=4, rate="1gbit", reps=11)
-    parser.add_argument("--products", action="store_true", help="time the products alone")
     parser.add_argument("--rank", type=int, default=2, help="PowerSGD's (default %(default)s)")
     parser.add_argument("--side", type=int, default=2048, help="of a matrix (default %(default)s)")
     return parser.parse_args()
@@ -47,9 +37,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    if arguments.products:
-        measure.write_json(arguments.json, products(arguments))
-        return 0
     if rank_of_process() is None:
         return rig.run(arguments.world, arguments.rate, [sys.executable, *sys.argv], timeout=1800)
     ranks = Ranks(arguments.world)
@@ -57,9 +44,6 @@ def main() -> int:
     if ranks.first:
         measure.write_json(arguments.json, rows)
     return 0
-
-
-# --- All-reduces over shaped links.
 
 
 class Step:
@@ -149,111 +133,6 @@ def matrix(ranks: Ranks, number: int, side: int) -> jax.Array:
     """f32[world, side, side], a row per rank."""
     flat = ranks.place(lambda rank, n: gradient(1000 * number + rank, n), side * side)
     return flat.reshape(ranks.world, side, side)
-
-
-# --- The products of one rank.
-
-
-def textbook(m: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A step as papers write it: (M - P Pᵀ M, the new Q), with Q f32[columns, rank]."""
-    left, _ = jnp.linalg.qr(jnp.matmul(m, q, precision=HIGHEST))
-    right = jnp.matmul(m.T, left, precision=HIGHEST)
-    return m - jnp.matmul(left, right.T, precision=HIGHEST), right
-
-
-def ours(compressor: cgx_jax.compressors.PowerSGD) -> Callable[..., Any]:
-    def step(m: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        end = alone(compressor.rounds(m, q.T, key=None, world=1))
-        return m - end.own, end.state.T
-
-    return step
-
-
-def dot(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
-    return lax.dot_general(a, b, (((axis,), (other,)), ((), ())), precision=HIGHEST)
-
-
-# With M f32[n, m], Q f32[m, r] and P f32[n, r]; names are in NumPy's terms.
-PRODUCTS: dict[str, dict[str, Callable[..., Any]]] = {
-    "P = M Q": {
-        "M @ Q": lambda m, q, p: jnp.matmul(m, q, precision=HIGHEST),
-        'einsum("nm,mr->rn")': lambda m, q, p: jnp.einsum("nm,mr->rn", m, q, precision=HIGHEST),
-        "dot_general(M, Qᵀ)": lambda m, q, p: dot(m, q.T, 1, 1),
-        "dot_general(Qᵀ, M)": lambda m, q, p: dot(q.T, m, 1, 1),
-        "matrix times vector, r times": lambda m, q, p: [m @ column for column in q.T],
-        "(M * q).sum(1), r times": lambda m, q, p: [(m * row).sum(1) for row in q.T],
-    },
-    "Q = Mᵀ P": {
-        "M.T @ P": lambda m, q, p: jnp.matmul(m.T, p, precision=HIGHEST),
-        "dot_general(M, P)": lambda m, q, p: dot(m, p, 0, 0),
-        "dot_general(P, M)": lambda m, q, p: dot(p, m, 0, 0),
-        "P.T @ M": lambda m, q, p: jnp.matmul(p.T, m, precision=HIGHEST),
-        "vector times matrix, r times": lambda m, q, p: [column @ m for column in p.T],
-        "(M * p).sum(0), r times": lambda m, q, p: [(m * c[:, None]).sum(0) for c in p.T],
-        "scan of 64 rows": lambda m, q, p: lax.scan(
-            lambda total, part: (total + dot(part[1], part[0], 0, 0), None),
-            jnp.zeros(q.T.shape),
-            (m.reshape(-1, 64, m.shape[1]), p.reshape(-1, 64, p.shape[1])),
-        )[0],
-    },
-    "M - P Qᵀ": {
-        "P @ Q.T": lambda m, q, p: m - jnp.matmul(p, q.T, precision=HIGHEST),
-        "sum of r outer products": lambda m, q, p: (
-            m - sum(c[:, None] * row for c, row in zip(p.T, q.T, strict=True))
-        ),
-    },
-}
-
-
-def products(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times the ways to write each product, and whole steps; one row per way."""
-    jax.config.update("jax_platforms", "cpu")
-    side, rank = arguments.side, arguments.rank
-    m, q, p = (
-        jnp.asarray(gradient(i, n).reshape(side, -1))
-        for i, n in enumerate((side * side, side * rank, side * rank))
-    )
-    rows = []
-    for product, ways in PRODUCTS.items():
-        rows += turns(product, ways, (m, q, p), arguments)
-    steps = {
-        "textbook": lambda m, q, p: textbook(m, q),
-        "PowerSGD": lambda m, q, p: ours(cgx_jax.compressors.PowerSGD(rank))(m, q),
-    }
-    return rows + turns("a step", steps, (m, q, p), arguments)
-
-
-def turns(
-    product: str,
-    ways: dict[str, Callable[..., Any]],
-    operands: tuple[jax.Array, ...],
-    arguments: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    functions = {name: jax.jit(f) for name, f in ways.items()}
-    samples = np.empty((arguments.reps, len(functions)))
-    for rep in range(-1, arguments.reps):  # one round of warm-up
-        for i, f in enumerate(functions.values()):
-            start = time.perf_counter()
-            jax.block_until_ready(f(*operands))
-            samples[rep, i] = time.perf_counter() - start
-    rows = []
-    for i, name in enumerate(functions):
-        low, middle, high = seconds = measure.quartiles(samples[:, i])
-        rows.append(
-            {
-                "product": product,
-                "way": name,
-                "rank": arguments.rank,
-                "matrix": list(operands[0].shape),
-                "reps": arguments.reps,
-                "seconds": seconds,
-            }
-        )
-        print(
-            f"{product:<9} {name:<29} {middle * 1e3:7.2f} ms ({low * 1e3:.2f}-{high * 1e3:.2f})",
-            flush=True,
-        )
-    return rows
 
 
 if __name__ == "__main__":

@@ -201,15 +201,6 @@ def power_sgd() -> str:
     return table(head, body)
 
 
-def power_sgd_products() -> str:
-    body = [
-        [row["product"], f"`{row['way']}`", _spread([1e3 * t for t in row["seconds"]], ".1f")]
-        for row in rows("power_sgd")
-        if "product" in row
-    ]
-    return table(["product", "way", "ms"], body)
-
-
 def _spread(quartiles: list[float], digits: str) -> str:
     low, median, high = (format(x, digits) for x in quartiles)
     return f"{median} ({low}-{high})"
@@ -867,7 +858,6 @@ TABLES: dict[str, Callable[[], str]] = {
         one_shot_mpi,
         overlap,
         power_sgd,
-        power_sgd_products,
         predicted_steps,
         rivals,
         scaling,

@@ -167,7 +167,7 @@ def test_without_check_vma_it_is_the_same(check_vma):
     jax.tree.map(np.testing.assert_array_equal, shared[-1], want[-1])
 
 
-@pytest.mark.parametrize("delay", (0, 2))
+@pytest.mark.parametrize("delay", [0, 2])
 def test_workers_may_be_an_axis_of_vmap(delay):
     tx = wrapped(Quantize(8), every=4, delay=delay)
 

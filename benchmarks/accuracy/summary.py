@@ -152,53 +152,6 @@ def adaptive() -> str:
     return tables.table(head, body)
 
 
-def mean_error() -> str:
-    rows: list[dict[str, Any]] = tables.rows("accuracy/mean_error")
-    found = {(r["gradients"], r["world"], r["method"], r["bits"]): r for r in rows}
-    widths = sorted({r["bits"] for r in rows})
-    body = []
-    for gradients, world, method in dict.fromkeys(key[:3] for key in found):
-        if world > 4 and method.startswith("not built"):
-            continue  # as with 4 ranks
-        cells = [found[gradients, world, method, bits] for bits in widths]
-        errors = [f"{c['error']:.4f} ({c['error_at_one_bit']:.2f})" for c in cells]
-        body.append([gradients, str(world), method, *errors])
-    return tables.table(["gradients", "ranks", "mean", *(f"{b} bits" for b in widths)], body)
-
-
-def adam() -> str:
-    """Loss above exact training, with none or one of Adam's moments from exact gradients."""
-    rows: list[dict[str, Any]] = tables.rows("accuracy/feedback_under_adam")
-    sources = [("sent", "sent"), ("exact", "sent"), ("sent", "exact")]
-    body = []
-    runs = dict.fromkeys((r["task"], r["bits"], r["way"]) for r in rows)
-    for task, bits, way in sorted(runs, key=lambda run: (TASKS.index(run[0]), run[1])):
-        own = [r for r in rows if (r["task"], r["bits"], r["way"]) == (task, bits, way)]
-        by_source: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for r in own:
-            by_source.setdefault((r["first_moment"], r["second_moment"]), []).append(r)
-        exact = by_source["exact", "exact"]
-        digits = METRICS[task]["held_out_loss"][1]
-        losses = [
-            np.array([r["held_out_loss"] for r in by_source[s]])
-            - np.array([r["held_out_loss"] for r in exact])
-            for s in sources
-        ]
-        name = f"{bits} bits" + ("" if way == "plain" else f", {way}")
-        moments = [f"{np.mean([r[f] for r in exact]):.2f}" for f in ("error_of_m", "root_v")]
-        body.append([task, name, *moments, *(spread(x, digits, "+") for x in losses)])
-    head = [
-        "task",
-        "",
-        "error of m",
-        "√v to exact",
-        "loss over exact",
-        "with exact m",
-        "with exact v",
-    ]
-    return tables.table(head, body)
-
-
 def worse_with_error(gaps: np.ndarray, exact: np.ndarray) -> str:
     """Formats the mean gap to exact, in exact's standard deviations, with its standard error."""
     worse = gaps / exact.std(ddof=1)
@@ -251,8 +204,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "longer": longer,
     "adaptive": adaptive,
-    "mean_error": mean_error,
-    "adam": adam,
     "where_lost": where_lost,
     "step_size": step_size,
 }

@@ -1,6 +1,5 @@
-"""What the soak makes of its records and samples: one row per job, slopes, and a picture."""
+"""What the soak makes of its records and samples: one row per job, and slopes."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,17 +40,7 @@ def of_process(samples: np.ndarray) -> dict[str, Any]:
         row[name] = [float(samples[name][0]), float(samples[name][-1])] if len(samples) else None
         found = slope(late["time"] / 3600, late[name].astype(float))
         row[f"{name}_per_hour"] = None if found is None else {"slope": found[0], "error": found[1]}
-    every = max(1, len(samples) // BLOCKS)
-    row["samples"] = [
-        [round(float(s["time"]), 1), round(float(s["rss_mb"]), 1)] for s in samples[::every]
-    ]
     return row
-
-
-def without_samples(row: dict[str, Any]) -> dict[str, Any]:
-    """A job's row for the file of results, which has the slopes only."""
-    ranks = [{k: v for k, v in rank.items() if k != "samples"} for rank in row["ranks"]]
-    return {**row, "ranks": ranks}
 
 
 def compared(records: list[np.ndarray]) -> dict[str, Any]:
@@ -118,35 +107,3 @@ def line(row: dict[str, Any]) -> str:
         if (grows := process["rss_mb_per_hour"]) is not None:
             text += f"; rank {rank} {grows['slope']:+.0f} ± {grows['error']:.0f} MB per hour"
     return text
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws the memory of every process over time, and the rate of every job."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    memory, rates = figure.subplots(2, sharex=True)
-    phases = list(dict.fromkeys(row["phase"] for row in rows))
-    for row in rows:
-        color = f"C{phases.index(row['phase'])}"
-        dashes = ":" if row["exchange"] == "mpi" else "-"
-        for process in row["ranks"]:
-            at = [(row["begin"] + t) / 60 for t, _ in process["samples"]]
-            memory.plot(at, [mb for _, mb in process["samples"]], dashes, color=color, lw=1)
-        if row["reductions_per_second"] is not None:
-            ends = [row["begin"] / 60, (row["begin"] + row["seconds"]) / 60]
-            rates.plot(ends, [row["reductions_per_second"]] * 2, dashes, color=color, lw=2)
-        if row["others_ended_after"] is not None:
-            memory.axvline((row["begin"] + row["seconds"]) / 60, color="0.8", lw=1, zorder=0)
-    for i, phase in enumerate(phases):
-        memory.plot([], [], color=f"C{i}", label=phase)
-    memory.plot([], [], "-", color="0.4", label="xla")
-    memory.plot([], [], ":", color="0.4", label="mpi")
-    memory.plot([], [], color="0.8", label="a rank is killed")
-    memory.legend(frameon=False, ncols=3, fontsize="small")
-    memory.set(ylabel="resident memory of a rank [MB]", ylim=(0, None))
-    rates.set(xlabel="minutes", ylabel="reductions per second", yscale="log")
-    for axes in (memory, rates):
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)

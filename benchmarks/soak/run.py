@@ -69,7 +69,6 @@ def main() -> int:
     parser.add_argument("--pool", type=int, default=12, help="calls of a job (default %(default)s)")
     parser.add_argument("--patience", type=float, default=240, help="seconds (default %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("build/soak"))
-    parser.add_argument("--png", type=Path, help="draw memory and rates")
     parser.add_argument("--repeat", metavar="JOB:PHASE:EXCHANGE:WORLD:STEP", help="one step again")
     parser.add_argument("--state", type=Path, help="what the repeated job began with")
     measure.add_json_option(parser)
@@ -117,10 +116,7 @@ class Soak:
         return 0 if good and total["reductions"] else 1
 
     def write(self) -> None:
-        rows = map(report.without_samples, self.rows)
-        measure.write_json(self.arguments.json, [report.summary(self.rows), *rows])
-        if self.arguments.png:
-            report.draw(self.rows, self.arguments.png)
+        measure.write_json(self.arguments.json, [report.summary(self.rows), *self.rows])
 
     def jobs(self) -> Iterator[dict[str, Any]]:
         """Yields jobs phase by phase; the time of left-out phases goes to the others."""
