@@ -641,19 +641,36 @@ def auto_choice() -> str:
     return table(["link", "ranks", *map(size_text, sizes)], body)
 
 
+STEPS = "exact, small leaves together", "bf16, lax.psum", "8 bits", "4 bits, rotated, SecondMoment"
+
+
 def steps() -> str:
     """Training steps: the speed of exact ones, the gains of others, and the ceiling of any gain."""
+
+    def of_exact(row: dict[str, Any]) -> list[str]:
+        speed = f"{row['batch'] / row['seconds'][1]:.0f}"
+        return [speed, f"{row['seconds'][1] / row['compute'][1]:.1f}"]
+
+    return _steps(lambda name: name in STEPS, ["exact: samples per second", "ceiling"], of_exact)
+
+
+def steps_of_codes() -> str:
+    """The gains of the other codes."""
+    return _steps(lambda name: name not in STEPS)
+
+
+def _steps(
+    wanted: Callable[[str], bool],
+    head: Sequence[str] = (),
+    of_exact: Callable[[dict[str, Any]], list[str]] = lambda row: [],
+) -> str:
     made = {(r["task"], r["world"], r["links"], r["method"]): r for r in rows("suite/speed")}
-    names = [name for name in dict.fromkeys(key[3] for key in made) if name != "exact"]
+    names = [n for n in dict.fromkeys(key[3] for key in made) if n != "exact" and wanted(n)]
     body = []
-    for task, world, links in dict.fromkeys(key[:3] for key in made):
-        exact = made[task, world, links, "exact"]
-        share = exact["compute"][1] / exact["seconds"][1]
-        samples = f"{exact['batch'] / exact['seconds'][1]:.0f}"
-        gains = [_gain(made.get((task, world, links, name))) for name in names]
-        body.append([task, str(world), links, samples, f"{share:.2f}", f"{1 / share:.1f}", *gains])
-    head = ["task", "ranks", "link", "exact: samples per second", "compute's share", "ceiling"]
-    return table([*head, *names], body)
+    for cell in dict.fromkeys(key[:3] for key in made):
+        gains = [_gain(made.get((*cell, name))) for name in names]
+        body.append([*map(str, cell), *of_exact(made[*cell, "exact"]), *gains])
+    return table(["task", "ranks", "link", *head, *names], body)
 
 
 def _gain(row: dict[str, Any] | None) -> str:
@@ -864,6 +881,7 @@ TABLES: dict[str, Callable[[], str]] = {
         segments,
         small_leaves,
         steps,
+        steps_of_codes,
         time_to_loss,
         training_step,
         tuner,
