@@ -24,6 +24,12 @@ SMALL_BYTES = 1 << 16
 UNROLL = 4  # rows that one round of a loop over ranks adds, so that XLA may fuse them
 
 
+def names_of(axis_name: AxisName) -> tuple[str, ...]:
+    """Returns the names of one axis or of several."""
+    names: Any = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    return tuple(names)
+
+
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """Axis names with their world size and groups: static and hashable."""
@@ -37,7 +43,7 @@ class Axes:
         cls, caller: str, axis_name: AxisName, groups: Sequence[Sequence[int]] | None
     ) -> Axes:
         """Checks names and groups against the bound axes; raises ValueError if they do not fit."""
-        names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+        names = names_of(axis_name)
         if not names or len(set(names)) != len(names):
             raise ValueError(
                 f"{caller}: axis_name={axis_name!r} must name one or more axes, each once."
@@ -357,10 +363,17 @@ def after(number: jax.Array, arrays: Iterable[Any]) -> jax.Array:
     if not arrays:
         return number
     (zero,) = hidden([0])
-    first = [jnp.ravel(x)[:1].astype(bool) for x in arrays]
+    first = [_a_bit_of(x) for x in arrays]
     axes = frozenset().union(*map(_compat.varying_axes, first))
     seen = jnp.concatenate([_compat.vary_over(x, axes) for x in first]).any()
     return number + _compat.same_everywhere(zero * seen.astype(jnp.int32))
+
+
+def _a_bit_of(x: jax.Array) -> jax.Array:
+    """Returns bool[1], which cannot be known before `x`."""
+    if any(jax.typeof(x).sharding.spec):  # JAX does not flatten what is sharded over explicit axes
+        return (x != 0).any()[None]
+    return jnp.ravel(x)[:1].astype(bool)
 
 
 def _check_bound(

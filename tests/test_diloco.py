@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Adaptive, ErrorFeedback, Identity, Quantize, Rules
+from cgx_jax import Adaptive, ErrorFeedback, Identity, Quantize, Rules, SecondMoment
 from cgx_jax.compressors import TopK
 from cgx_jax.policies import Stages
 from cgx_jax.transforms import diloco, local_params
@@ -38,12 +38,29 @@ def exactly(compressor):
     return Rules((), compressor, exact=())
 
 
-def trained(tx, steps=STEPS, weights=None, check_vma=True):
+SHARDED = {"a": P(None, "model"), "b": {"w": P(None, "model"), "z": P("model")}}
+
+
+def mesh_of_pairs(*types):
+    """Two devices for each worker, between which the parameters are `SHARDED`."""
+    return jax.make_mesh((WORLD, 2), ("data", "model"), types, devices=jax.devices()[: 2 * WORLD])
+
+
+def placed(over, tree, *lead):
+    """Returns a tree like the parameters, sharded over the mesh `over`."""
+    place = lambda x, s: jax.device_put(x, NamedSharding(over, P(*lead, *s)))  # noqa: E731
+    return jax.tree.map(place, tree, SHARDED)
+
+
+def trained(tx, steps=STEPS, weights=None, check_vma=True, over=None):
     """Returns each step's shared parameters and each worker's own, and the last state.
 
-    A worker pulls its parameters to its own target.
+    A worker pulls its parameters to its own target. On a mesh `over`, it is two devices.
     """
-    state = tx.init(START)
+    start, targets = START, TARGETS
+    if over is not None:
+        start, targets = placed(over, START), placed(over, TARGETS, "data")
+    state = tx.init(start)
     specs = cgx_jax.state_specs(state, "data")
     extra = {} if weights is None else {"weight": jnp.asarray(weights, jnp.float32)}
 
@@ -58,15 +75,16 @@ def trained(tx, steps=STEPS, weights=None, check_vma=True):
     f = jax.jit(
         jax.shard_map(
             step,
-            mesh=mesh(),
+            mesh=over or mesh(),
             in_specs=(P(), specs, P("data"), P("data")),
             out_specs=(P(), specs, P("data")),
             check_vma=check_vma,
+            axis_names={"data"},
         )
     )
-    params, shared, own = START, [], []
+    params, shared, own = start, [], []
     for _ in range(steps):
-        params, state, local = f(params, state, TARGETS, extra)
+        params, state, local = f(params, state, targets, extra)
         shared.append(params)
         own.append(local)
     return shared, own, state
@@ -210,6 +228,117 @@ def test_sparse_loco_closes_its_account():
     memory = jax.tree.leaves(state.fragments[0].sync.memory)
     for x, y in zip(memory, owed, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+OPTIONS_OF_PAIRS = {
+    "exact": {},
+    "feedback": {"policy": Quantize(8), "memory": ErrorFeedback()},
+    "streaming, units": {
+        "policy": Quantize(8, rotation=True),
+        "precondition": SecondMoment(),
+        "fragments": 2,
+        "delay": 1,
+        "mix": 0.25,
+    },
+}
+
+
+def of_pairs(over, policy=None, **options):
+    options = {"every": 4, "mesh": over, "exchange": "xla", "specs": SHARDED} | options
+    policy = exactly(Identity() if policy is None else policy)
+    return diloco(optax.sgd(0.1, 0.9), "data", policy, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS_OF_PAIRS.values(), ids=OPTIONS_OF_PAIRS)
+@pytest.mark.parametrize(
+    ("types", "said"),
+    [
+        ((AUTO, AUTO), {}),
+        (
+            (AUTO, AUTO),
+            {"specs": lambda path: SHARDED["b"][path[2:]] if "/" in path else P(None, "model")},
+        ),
+        ((AUTO, EXPLICIT), {"specs": None}),
+        ((EXPLICIT, EXPLICIT), {"specs": None}),
+    ],
+    ids=["specs", "by path", "types", "all types"],
+)
+def test_a_worker_may_be_several_devices(types, said, options):
+    """Its parameters and states stay sharded, and it moves as a worker of one device does."""
+    over = mesh_of_pairs(*types)
+    plain = {k: v for k, v in options.items() if k != "policy"}
+    alone, _, _ = trained(wrapped(options.get("policy"), **({"every": 4} | plain)), steps=12)
+    with jax.set_mesh(over):
+        shared, _, state = trained(of_pairs(over, **options, **said), steps=12, over=over)
+    most = 0.03 if "policy" in options else 2e-6  # each device has buckets of its own
+    for pair in zip(jax.tree.leaves(shared[-1]), jax.tree.leaves(alone[-1]), strict=True):
+        x, y = map(np.asarray, pair)
+        assert np.linalg.norm(x - y) <= most * np.linalg.norm(y)
+    memory = [x for tree in state.fragments[0].sync.memory for x in jax.tree.leaves(tree)]
+    trace = jax.tree.leaves(state.optimizer[0].trace)
+    for x in jax.tree.leaves(shared[-1]):
+        assert x.addressable_shards[0].data.size == x.size // 2
+    for x in (*jax.tree.leaves(state.moved), *trace, *memory):
+        assert x.addressable_shards[0].data.size == x.size // (2 * WORLD)
+
+
+def test_shards_are_encoded_where_they_lie():
+    over = mesh_of_pairs(AUTO, AUTO)
+    sent = []
+    for specs in (None, SHARDED):
+        tx = of_pairs(over, Quantize(8), specs=specs)
+        params = placed(over, START)
+        state = tx.init(params)
+        kept = P(), cgx_jax.state_specs(state, "data")
+        f = jax.shard_map(
+            lambda p, s, tx=tx: tx.update(p, s, p),
+            mesh=over,
+            in_specs=kept,
+            out_specs=kept,
+            axis_names={"data"},
+        )
+        text = jax.jit(f).lower(params, state).compile().as_text()
+        sent.append(sum(c.nbytes for c in collectives(text) if c.dtype == "u8"))
+    assert sent[1] <= 0.6 * sent[0]
+
+
+def test_a_state_is_made_under_jit_too():
+    over = mesh_of_pairs(AUTO, AUTO)
+    params = placed(over, START)
+    for specs in (None, SHARDED):
+        inner = optax.chain(optax.adam(0.1), optax.contrib.schedule_free_sgd(0.1))
+        tx = diloco(inner, "data", Quantize(8), every=4, mesh=over, specs=specs)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(tx.init)(params), tx.init(params))
+
+
+WRONG_SPECS = {
+    "another tree": ({"a": P()}, "specs is no tree like the parameters"),
+    "no spec": (dict(SHARDED, a="model"), "specs has 'model' for 'a' float32"),
+    "the workers": (dict(SHARDED, a=P("data")), "'data' is the axis of the reduction"),
+    "no axis": (dict(SHARDED, a=P("tensor")), "'tensor' is no axis of the mesh"),
+    "no such dimension": (
+        dict(SHARDED, a=P(None, None, "model")),
+        "cuts dimension 2 into 2; name dimensions that it has",
+    ),
+    "a rest": (
+        {"a": P("model"), "b": {"w": P("model"), "z": P()}},
+        r"'b/w' float32\[5, 4\] has the spec P\('model',?\), which cuts dimension 0 into 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SPECS)
+def test_specs_that_do_not_fit_are_refused(case):
+    specs, message = WRONG_SPECS[case]
+    over = mesh_of_pairs(AUTO, AUTO)
+    with pytest.raises(ValueError, match=f"diloco: .*{message}"):
+        of_pairs(over, specs=specs).init(placed(over, START))
+
+
+def test_specs_where_every_axis_is_manual_are_refused():
+    with pytest.raises(ValueError, match=r"diloco: specs are for axes .* left to XLA"):
+        trained(wrapped(every=1, specs=jax.tree.map(lambda x: P(), START)))
 
 
 BIG = {"w": np.zeros((64, 64), np.float32), "v": np.zeros((64, 64), np.float32)}

@@ -83,10 +83,26 @@ def under_shard_map(check_vma=True):
     return jax.shard_map(ranked, mesh=case()[0], in_specs=specs, out_specs=P(), **how)
 
 
+def under_sync_gradients():
+    """shard_map again, with the second one left to `sync_gradients`."""
+    tx = cgx_jax.sync_gradients("replica", Q8, exchange="xla", specs=SPECS)
+
+    def ranked(params, x, y):
+        varying = jax.tree.map(lambda p: lax.pcast(p, "replica", to="varying"), params)
+        loss, grads = jax.value_and_grad(loss_fn)(varying, x, y)
+        grads, _ = tx.update(grads, tx.init(params))
+        return lax.pmean(loss, "replica"), grads
+
+    specs = (P(), P("replica"), P("replica"))
+    how = {"axis_names": {"replica"}}
+    return jax.shard_map(ranked, mesh=case()[0], in_specs=specs, out_specs=P(), **how)
+
+
 ROADS = {
     "value_and_grad": under_value_and_grad,
     "shard_map": under_shard_map,
     "shard_map without check_vma": functools.partial(under_shard_map, check_vma=False),
+    "sync_gradients": under_sync_gradients,
 }
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
-from cgx_jax.axes import axes_by_dimension
+from cgx_jax.axes import axes_by_dimension, names_of
 from cgx_jax.choice import auto
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
@@ -134,7 +134,7 @@ def reduced(
     Raises ValueError for a leaf that is sharded over the axis, and for axes that are not explicit.
     """
     caller = "reduced"
-    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    names = names_of(axis_name)
     if not names:
         raise ValueError(f"{caller}: axis_name={axis_name!r} names no axis.")
     stages = policy.policies if isinstance(policy, Stages) else (policy,)

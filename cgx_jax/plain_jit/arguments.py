@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_jax._types import Pytree, Shaped
+from cgx_jax.transforms.inner_axes import written
 
 CALLER = "value_and_grad"
 
@@ -174,7 +175,7 @@ def line(spec: Any) -> Line:
     """Returns a spec as the user would write it."""
     if not isinstance(spec, PartitionSpec):
         return Line(repr(spec).replace("'", '"'))
-    return Line(f"P({', '.join(map(repr, spec))})")
+    return Line(written(spec))
 
 
 def keystr(path: Any) -> str:

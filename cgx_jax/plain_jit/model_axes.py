@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +25,8 @@ from cgx_jax.plain_jit.arguments import (
     without,
 )
 from cgx_jax.plain_jit.split import Ranks
-from cgx_jax.transforms.checks import require_whole
 from cgx_jax.transforms.cuts import Cut
+from cgx_jax.transforms.inner_axes import check_spec, on_shards, shards_of
 from cgx_jax.transforms.state import SyncState
 
 _REPLICATED: Any = PartitionSpec()
@@ -97,39 +96,22 @@ class Shards:
     def reduce(
         self, function: Callable[..., Pytree], grads: Pytree, state: Pytree
     ) -> tuple[Pytree, Pytree]:
-        """Returns `function(grads, state, cuts, dimensions)`, computed on each shard where it lies.
-
-        XLA would gather an operand of a kernel call that is sharded over an axis. The function
-        therefore runs in a shard_map in which all axes are manual.
-        """
+        """Returns `function(grads, state, cuts, dimensions)`, computed on each shard."""
         out: tuple[Pytree, Pytree]
         if not self.axes:
             out = function(grads, state, None, self.dimensions)
             return out
-        leaves, treedef = jax.tree.flatten(grads)
-        cuts = tuple(Cut.of(spec, x.ndim) for spec, x in zip(self.specs, leaves, strict=True))
-        like = jax.tree.unflatten(treedef, self.specs)
-        kept = self._state_specs(state, treedef)
-        types = jax.sharding.get_abstract_mesh()
-        if self.axes & set(types.explicit_axes):  # there, what enters must be typed as in_specs say
-            grads, state = jax.tree.map(jax.reshard, (grads, state), (like, kept))
-        out = jax.shard_map(
-            lambda grads, state: function(grads, state, cuts, self.dimensions),
-            in_specs=(like, kept),
-            out_specs=(like, kept),
-            axis_names=set(self.axes),
-            check_vma=False,
-        )(grads, state)
-        return out
+
+        def step(grads: Pytree, state: Pytree, cuts: tuple[Cut, ...]) -> tuple[Pytree, Pytree]:
+            done: tuple[Pytree, Pytree] = function(grads, state, cuts, self.dimensions)
+            return done
+
+        return on_shards(CALLER, step, self.specs, grads, state)
 
     def local(self, ranks: Ranks, arrays: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the parameters' shards over the other axes."""
-        shapes = []
-        for n, x in enumerate(arrays):
-            cut = Cut.of(self.specs[n] if self.specs else _REPLICATED, x.ndim)
-            sizes = [math.prod(ranks.mesh.shape[a] for a in axes) for axes in cut.axes]
-            shape = [length // size for length, size in zip(x.shape, sizes, strict=True)]
-            shapes.append(jax.ShapeDtypeStruct(shape, x.dtype))
+        specs = self.specs or [_REPLICATED] * len(arrays)
+        shapes: list[jax.ShapeDtypeStruct] = shards_of(list(arrays), specs, ranks.mesh)
         return shapes
 
     @property
@@ -149,19 +131,6 @@ class Shards:
             return jax.tree.unflatten(treedef, map(place, leaves, at))
 
         return state._replace(memory=tuple(map(own, state.memory)))
-
-    def _state_specs(self, state: Pytree, treedef: jax.tree_util.PyTreeDef) -> Pytree:
-        if not isinstance(state, SyncState):
-            return jax.tree.map(lambda _: _REPLICATED, state)
-        if not self.sharded:
-            return jax.tree.map(lambda _: _REPLICATED, state)
-        memory = tuple(
-            jax.tree.unflatten(treedef, [PartitionSpec(None, *s) for s in self.specs])
-            for _ in state.memory
-        )
-        require_whole(CALLER, state)
-        kept: SyncState = jax.tree.map(lambda _: _REPLICATED, state)
-        return kept._replace(memory=memory)
 
 
 def as_now(specs: Pytree) -> Pytree:
@@ -256,22 +225,8 @@ def _spec(x: jax.Array, place: Place, given: Any, ranks: Ranks) -> PartitionSpec
             "sharded params themselves from outside jit."
         )
     spec = spec or _REPLICATED
-    unknown = [n for n in axes_of(spec) if n not in mesh.axis_names]
-    if unknown:
-        raise ValueError(
-            f"{CALLER}: specs has {line(spec)} for {place.path}, but {unknown[0]!r} is no axis of "
-            f"the mesh; it has {mesh.axis_names}. Translate logical names first, as "
-            "flax.linen.logical_to_mesh does."
-        )
+    check_spec(CALLER, f"{place.path} {shown(x)}", spec, x.shape, mesh)
     cut = ranks.dimension(spec)
     if cut is not None and ranks.world > 1:
         _check_cut(spec, cut, place, ranks)
-    for d, entry in enumerate(spec.partitions):
-        parts = math.prod(mesh.shape[n] for n in axes_of(PartitionSpec(entry)))
-        if d >= x.ndim or x.shape[d] % parts:
-            raise ValueError(
-                f"{CALLER}: {place.path} {shown(x)} has the spec {line(spec)}, which cuts "
-                f"dimension {d} into {parts}; name dimensions that it has, and whose size is a "
-                "multiple of their axes' sizes."
-            )
     return spec

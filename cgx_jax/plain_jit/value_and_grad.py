@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
+from cgx_jax.axes import names_of
 from cgx_jax.compressors import Compressor, Identity
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit import split
@@ -131,7 +132,7 @@ def value_and_grad(
     Outside jit, every call traces the loss anew. Raises ValueError and TypeError while tracing,
     with the value, the limit and the remedy.
     """
-    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    names = names_of(axis_name)
     if mesh is not None:
         Ranks.of(names, mesh)
     if loss not in ("mean", "ratio"):

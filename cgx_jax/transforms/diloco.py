@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.axes import Axes, after
+from cgx_jax.axes import Axes, after, names_of
 from cgx_jax.leaves import leaves_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
@@ -29,6 +29,12 @@ from cgx_jax.transforms.checks import (
     require_paths,
     require_rows,
     require_type,
+)
+from cgx_jax.transforms.inner_axes import (
+    init_on_shards,
+    shards_of,
+    specs_in_types,
+    specs_of,
 )
 from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row, rows_of
 from cgx_jax.transforms.state import Fragment, LocalState, is_any_tree, sync_states
@@ -49,6 +55,7 @@ def diloco(
     delay: int = 0,
     mix: float = 0.0,
     mesh: Mesh | AbstractMesh | None = None,
+    specs: Pytree = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo: workers take `every` steps of `inner` alone, then one of `outer` together.
@@ -72,6 +79,10 @@ def diloco(
       The weight of the step that sends counts. Weights are 0 or more. A worker with weight 0 adds
       nothing, whatever its parameters are; if all weights are 0, no parameter moves.
 
+    A worker may be many devices, on a mesh whose other axes XLA handles. `specs` say how parameters
+    are sharded over these, as in `sync_gradients`; `init` shards its state alike. Nothing overlaps
+    then, whatever the delay.
+
     Sources: DiLoCo (Douillard et al., 2023); Streaming DiLoCo (Douillard et al., 2025) for
     fragments, delay and mix. With `TopK` and `ErrorFeedback` and an `outer` without momentum this
     is SparseLoCo (2025).
@@ -86,7 +97,18 @@ def diloco(
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     return _Workers(
-        "diloco", inner, outer, axis_name, policy, every, fragments, delay, mix, mesh, options
+        "diloco",
+        inner,
+        outer,
+        axis_name,
+        policy,
+        every,
+        fragments,
+        delay,
+        mix,
+        mesh,
+        options,
+        specs,
     ).transformation()
 
 
@@ -136,6 +158,7 @@ class _Workers:
     mix: float
     mesh: Mesh | AbstractMesh | None
     options: dict[str, Any]
+    specs: Pytree = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis_name", axes_of(self.name, self.axis_name))
@@ -182,18 +205,28 @@ class _Workers:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def init(self, params: Pytree) -> LocalState:
+        specs = specs_in_types(params) if self.specs is None else self.specs
+        state: LocalState = init_on_shards(
+            self.name, self._init, params, specs, self.axis_name, self.mesh
+        )
+        return state
+
+    def _init(self, params: Pytree) -> LocalState:
+        like = jax.eval_shape(lambda p: p, params)
+
         def moved() -> Pytree:
-            return jax.tree.map(jnp.zeros_like, params)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
         def none_sent(own: Pytree) -> tuple[Pytree, Pytree]:
             if not self.delay:
                 return (), ()
-            return jax.tree.map(jnp.zeros_like, own), jnp.zeros(2, jnp.uint32)
+            empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), own)
+            return empty, jnp.zeros(2, jnp.uint32)
 
         made = []
         for part in self._parts(params):
             own = part.of(params)
-            make = functools.partial(none_sent, own)
+            make = functools.partial(none_sent, part.of(like))
             waiting, ticket = rows_of(make, self.axis_name, self.mesh, self.name)
             made.append(Fragment(part.sync.init(own), self.outer.init(own), waiting, ticket))
         fragments: Any = tuple(made)
@@ -202,7 +235,7 @@ class _Workers:
         return LocalState(
             jnp.zeros((), jnp.int32),
             rows_of(moved, self.axis_name, self.mesh, self.name),
-            rows_of(lambda: self.inner.init(params), self.axis_name, self.mesh, self.name),
+            rows_of(self.inner.init, self.axis_name, self.mesh, self.name, operands=(params,)),
             fragments,
         )
 
@@ -357,7 +390,13 @@ class _Workers:
         leaves = leaves_of(tree)
         numbers = self._numbers([leaf.path for leaf in leaves], [leaf.nbytes for leaf in leaves])
         whole = len(numbers) == 1
-        policy = self.policy
+        policy, specs, local = self.policy, self.specs, None
+        if specs is None:
+            specs = specs_in_types(tree)
+        if specs is not None:
+            given = specs_of(self.name, specs, tree, names_of(self.axis_name), self.mesh)
+            specs = jax.tree.unflatten(jax.tree.structure(tree), given)
+            local = shards_of(tree, given, self.mesh)
         if not whole:
             if isinstance(policy, Stages) or (isinstance(policy, Policy) and policy.adapts):
                 raise ValueError(
@@ -365,7 +404,7 @@ class _Workers:
                     f"{len(numbers)} fragments, each with a reduction of its own; use a fixed "
                     "policy, or fragments=1."
                 )
-            policy = resolve(self.name, tree, policy)
+            policy = resolve(self.name, tree if local is None else local, policy)
         return [
             _Part(
                 own,
@@ -376,6 +415,7 @@ class _Workers:
                     policy.subset(own) if isinstance(policy, Plan) and not whole else policy,
                     mesh=self.mesh,
                     name=self.name,
+                    specs=None if specs is None else _holes(specs, own),
                     **self.options,
                 ),
             )

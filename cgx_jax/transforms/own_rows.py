@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.axes import Axes
+from cgx_jax.axes import Axes, names_of
 
 
 def axes_of(caller: str, axis_name: AxisName) -> AxisName:
@@ -35,20 +36,21 @@ def require_axes(caller: str, names: tuple[str, ...], mesh: Mesh | AbstractMesh)
 
 
 def rows_of(
-    make: Callable[[], Any],
+    make: Callable[..., Any],
     axis_name: AxisName,
     mesh: Mesh | AbstractMesh | None,
     caller: str,
     specs: Pytree = None,
+    operands: Pytree = (),
 ) -> Pytree:
-    """Returns `make()` with a leading row for each rank; each rank holds its own row.
+    """Returns `make(*operands)` with a leading row for each rank; each rank holds its own row.
 
     `mesh` is that of `jax.set_mesh` if it is None. `specs`, a tree like the result, say how rows
     are sharded over other axes; `make` then gives one shard.
     """
-    if not jax.tree.leaves(jax.eval_shape(make)):
-        return make()
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not jax.tree.leaves(jax.eval_shape(make, *operands)):
+        return make(*operands)
+    names = names_of(axis_name)
     bound = is_bound(names)
     checked = bound and Axes.resolve(caller, names, None).checked()
     if mesh is None and set(names) <= set((context := jax.sharding.get_abstract_mesh()).axis_names):
@@ -60,12 +62,12 @@ def rows_of(
             "inside shard_map (out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
         )
 
-    def row() -> Pytree:
+    def row(*operands: Pytree) -> Pytree:
         vary = frozenset(names) if checked else frozenset()
-        return jax.tree.map(lambda x: _compat.vary_over(x[None], vary), make())
+        return jax.tree.map(lambda x: _compat.vary_over(x[None], vary), make(*operands))
 
     if bound:
-        return row()
+        return row(*operands)
     assert mesh is not None
     require_axes(caller, names, mesh)
     # This also works under explicit axis types, which a sharding constraint would not accept.
@@ -73,7 +75,15 @@ def rows_of(
     if specs is not None:
         join = lambda s: PartitionSpec(axis_name, *s.partitions)  # noqa: E731
         out = jax.tree.map(join, specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=out, check_vma=False))()
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
+        # As constants, arrays may lie on other devices than those of the mesh.
+        row, operands = functools.partial(row, *operands), ()
+    whole: Any = PartitionSpec()
+    operands = jax.tree.map(
+        lambda x: jax.reshard(x, whole) if any(jax.typeof(x).sharding.spec) else x, operands
+    )
+    f = jax.shard_map(row, mesh=mesh, in_specs=whole, out_specs=out, check_vma=False)
+    return jax.jit(f)(*operands)
 
 
 def is_bound(names: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.axes import Axes
+from cgx_jax.axes import Axes, names_of
 from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf, leaves_of, path_of
 from cgx_jax.plan import Plan
@@ -152,7 +152,7 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
     """
     caller = "state_shardings"
     axis_name = axes_of(caller, axis_name)
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = names_of(axis_name)
     require_axes(caller, names, mesh)
     world = math.prod(mesh.shape[n] for n in names)
     rows: set[int] = set()

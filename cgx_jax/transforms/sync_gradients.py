@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax._types import AxisName, Dimensions, Pytree, Shaped
-from cgx_jax.axes import Axes, after
+from cgx_jax.axes import Axes, after, names_of
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
@@ -46,6 +46,7 @@ from cgx_jax.transforms.feedback import (
     require_bounded,
     scaled,
 )
+from cgx_jax.transforms.inner_axes import init_on_shards, on_shards, specs_in_types, specs_of
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
 from cgx_jax.transforms.precondition import SecondMoment
@@ -89,6 +90,7 @@ def sync_gradients(
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    specs: Pytree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that reduces the ranks' gradients to their mean, compressed.
 
@@ -108,6 +110,11 @@ def sync_gradients(
       loses.
     * With `precondition` (`SecondMoment()`, the choice for Adam and its kin) values are compressed
       in units of their own size, and an adaptive policy measures errors in these units.
+
+    Inside a shard_map over `axis_name` that leaves other axes of the mesh to XLA (HSDP), `specs`
+    say how gradients are sharded over these: a tree of PartitionSpecs like the parameters, or a
+    function of a leaf's path. Each device then sends its shard. Without them XLA gathers each
+    gradient, and each device sends all of it.
 
     The state is a `SyncState`, which also keeps the state of compressors. A step whose mean holds a
     NaN or infinity leaves memory, moments and states as they were, on all ranks of the mesh.
@@ -139,6 +146,7 @@ def sync_gradients(
         exchange=exchange,
         reduction=reduction,
         levels=levels,
+        specs=specs,
     )
     return optax.GradientTransformationExtraArgs(sync.init, sync.update)
 
@@ -149,7 +157,7 @@ class Sync:
 
     `name` is the call that the user wrote. With `dimensions`, each rank gets a shard of the mean
     (`scatter_gradients`). `cuts` say how the leaves that `update` gets are shards over other axes
-    of the mesh.
+    of the mesh. With `specs`, it gets whole leaves that XLA shards.
     """
 
     axis_name: AxisName
@@ -162,6 +170,7 @@ class Sync:
     cuts: tuple[Cut, ...] | None = None
     name: str = CALLER
     dimensions: Dimensions | None = None
+    specs: Pytree = None
 
     @classmethod
     def of(
@@ -178,6 +187,7 @@ class Sync:
         levels: Levels | None = None,
         dimensions: Dimensions | None = None,
         name: str = CALLER,
+        specs: Pytree = None,
     ) -> Sync:
         """Checks the arguments of `sync_gradients`."""
         check_options(axis_name, mesh)
@@ -187,11 +197,16 @@ class Sync:
         if dimensions is not None:
             how["collective"] = Collective.REDUCE_SCATTER
         axes = axes_of(name, axis_name)
-        return cls(
-            axes, policy, memory, precondition, seed, mesh, how, name=name, dimensions=dimensions
-        )
+        given = {"name": name, "dimensions": dimensions, "specs": specs}
+        return cls(axes, policy, memory, precondition, seed, mesh, how, **given)
 
     def init(self, params: Pytree) -> SyncState:
+        state: SyncState = init_on_shards(
+            self.name, self._init, params, self.specs, self.axis_name, self.mesh
+        )
+        return state
+
+    def _init(self, params: Pytree) -> SyncState:
         check_wrappers(self.name, checked=False, shards=self.dimensions is not None)
         if is_any_tree(params):
             adapts = isinstance(self.policy, Adaptive)
@@ -238,6 +253,11 @@ class Sync:
             return step_on_ranks(
                 self.name, names, self._on_shards, updates, state, self._places(updates)
             )
+        specs = specs_in_types(updates) if self.specs is None else self.specs
+        if specs is not None:
+            Axes.resolve(self.name, names, None)
+            each = specs_of(self.name, specs, updates, names, None)
+            return on_shards(self.name, self._on_shards, each, updates, state)
         out: tuple[Pytree, SyncState] = self._planned(self._step, updates, state)(
             updates, state, None
         )
@@ -251,11 +271,11 @@ class Sync:
                 f"{self.name}: SecondMoment needs whole gradients, but some are sharded over other "
                 "axes of the mesh; use sync_gradients, or leave out precondition."
             )
-        return dataclasses.replace(self, cuts=cuts).update(updates, state)
+        return dataclasses.replace(self, cuts=cuts, specs=None).update(updates, state)
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
+        return names_of(self.axis_name)
 
     def _places(self, tree: Pytree) -> list[int] | None:
         """Returns the dimension along which each leaf is cut, or None if means stay whole."""
@@ -267,8 +287,11 @@ class Sync:
         """Starts what `finish` of the same operands waits for, and returns its ticket, uint32[2].
 
         Inside shard_map. The reduction goes on while later programs run, where the exchange can do
-        that; all else is left to `finish`.
+        that; all else is left to `finish`. So is what is sharded over other axes: each device would
+        have a ticket of its own.
         """
+        if self.specs is not None:
+            return no_ticket(Axes.resolve(self.name, self._names, None))
         ticket: jax.Array = self._planned(self._started, updates, state)(updates, state)
         return ticket
 
@@ -276,6 +299,8 @@ class Sync:
         self, updates: Pytree, state: SyncState, ticket: jax.Array
     ) -> tuple[Pytree, SyncState]:
         """Returns what `update` of the same operands returns."""
+        if self.specs is not None:
+            return self.update(updates, state)
         out: tuple[Pytree, SyncState] = self._planned(self._step, updates, state)(
             updates, state, ticket
         )

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from cgx_jax._types import AxisName
+from cgx_jax.axes import names_of
 
 _NAME = "sync_gradients"
 _INJECT = (
@@ -21,7 +22,7 @@ _INJECT = (
 
 def check_options(axis_name: AxisName, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises TypeError for an option that `optax.inject_hyperparams` turned into something else."""
-    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    names = names_of(axis_name)
     if any(isinstance(n, jax.Array) for n in names):
         raise TypeError(f"{_NAME}: axis_name={axis_name!r} is an array, not a name. {_INJECT}")
     if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
