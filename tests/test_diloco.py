@@ -12,7 +12,7 @@ import cgx_jax
 from cgx_jax import Adaptive, ErrorFeedback, Identity, Quantize, Rules, SecondMoment
 from cgx_jax.compressors import TopK
 from cgx_jax.policies import Stages
-from cgx_jax.transforms import diloco, local_params
+from cgx_jax.transforms import diloco, local_params, local_steps
 from hlo import collectives
 
 WORLD, STEPS = 3, 24
@@ -334,6 +334,18 @@ def test_specs_that_do_not_fit_are_refused(case):
     over = mesh_of_pairs(AUTO, AUTO)
     with pytest.raises(ValueError, match=f"diloco: .*{message}"):
         of_pairs(over, specs=specs).init(placed(over, START))
+
+
+def test_local_steps_average_shards_too():
+    over = mesh_of_pairs(AUTO, AUTO)
+    means = [
+        trained(
+            local_steps(optax.sgd(0.1), "data", exactly(Identity()), every=3, **how), 6, over=at
+        )
+        for at, how in ((None, {"mesh": mesh()}), (over, {"mesh": over, "specs": SHARDED}))
+    ]
+    (alone, *_), (pairs, *_) = means
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), pairs[-1], alone[-1])
 
 
 def test_specs_where_every_axis_is_manual_are_refused():

@@ -119,13 +119,14 @@ def local_steps(
     *,
     every: int,
     mesh: Mesh | AbstractMesh | None = None,
+    specs: Pytree = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Local SGD: `diloco` in which the workers' mean is the new parameters.
 
     Ranks take steps of `optimizer` by themselves and average every `every` steps. `policy` and
-    `options` are those of `sync_gradients`. With `memory=ErrorFeedback()`, what compression loses
-    is sent in the next step that reduces.
+    `options` are those of `sync_gradients`, and `specs` those of `diloco`. With
+    `memory=ErrorFeedback()`, what compression loses is sent in the next step that reduces.
 
     `optax.MultiSteps` is different: it adds up gradients at the same parameters.
 
@@ -134,8 +135,9 @@ def local_steps(
     """
     import optax
 
+    mean = optax.sgd(1.0)
     return _Workers(
-        "local_steps", optimizer, optax.sgd(1.0), axis_name, policy, every, 1, 0, 0.0, mesh, options
+        "local_steps", optimizer, mean, axis_name, policy, every, 1, 0, 0.0, mesh, options, specs
     ).transformation()
 
 
