@@ -52,14 +52,13 @@ def placed(over, tree, *lead):
     return jax.tree.map(place, tree, SHARDED)
 
 
-def trained(tx, steps=STEPS, weights=None, check_vma=True, over=None):
+def trained(tx, steps=STEPS, weights=None, check_vma=True, over=None, start=START, targets=TARGETS):
     """Returns each step's shared parameters and each worker's own, and the last state.
 
     A worker pulls its parameters to its own target. On a mesh `over`, it is two devices.
     """
-    start, targets = START, TARGETS
     if over is not None:
-        start, targets = placed(over, START), placed(over, TARGETS, "data")
+        start, targets = placed(over, start), placed(over, targets, "data")
     state = tx.init(start)
     specs = cgx_jax.state_specs(state, "data")
     extra = {} if weights is None else {"weight": jnp.asarray(weights, jnp.float32)}
@@ -91,11 +90,20 @@ def trained(tx, steps=STEPS, weights=None, check_vma=True, over=None):
 
 
 def reference(
-    every, *, fragments=((0, 1, 2),), delay=0, mix=0.0, weights=None, keep=None, momentum=0.9
+    every,
+    *,
+    fragments=((0, 1, 2),),
+    delay=0,
+    mix=0.0,
+    weights=None,
+    keep=None,
+    momentum=0.9,
+    start=START,
+    targets=TARGETS,
 ):
     """Inner SGD with momentum .9, outer Nesterov; fragment f is sent f / fragments into a round."""
-    theta = [x.astype(np.float64) for x in jax.tree.leaves(START)]
-    targets = [x.astype(np.float64) for x in jax.tree.leaves(TARGETS)]
+    theta = [x.astype(np.float64) for x in jax.tree.leaves(start)]
+    targets = [x.astype(np.float64) for x in jax.tree.leaves(targets)]
     local = [np.repeat(x[None], WORLD, 0) for x in theta]
     inner, outer = [0 * x for x in local], [0 * x for x in theta]
     owed, waiting = [0 * x for x in local], {}
@@ -175,6 +183,32 @@ def test_steps_are_those_of_the_reference(case):
     for x, y in zip(jax.tree.leaves(own[-1]), local, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
     assert int(state.step) == STEPS
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_trees_and_options_follow_the_reference(seed):
+    rng = np.random.default_rng(seed)
+    count, every = rng.integers(1, 6), int(rng.integers(1, 8))
+    shapes = [tuple(rng.integers(1, 7, size=rng.integers(0, 4))) for _ in range(count)]
+    start = {f"{i}": rng.normal(size=s).astype(np.float32) for i, s in enumerate(shapes)}
+    targets = {
+        f"{i}": rng.normal(size=(WORLD, *s)).astype(np.float32) for i, s in enumerate(shapes)
+    }
+    parts = int(rng.integers(1, min(count, every) + 1))
+    number = rng.permutation([*range(parts), *rng.integers(parts, size=count - parts)])
+    same = {
+        "delay": int(rng.integers(every)),
+        "mix": float(rng.choice([0, 0.25, 1])),
+    }
+    weights = [None, (1, 0, 3)][rng.integers(2)]
+    problem = {"start": start, "targets": targets, "weights": weights}
+    each = tuple(tuple(np.flatnonzero(number == f)) for f in range(parts))
+    want, local, _ = reference(every, fragments=each, **same, **problem)
+    tx = wrapped(every=every, fragments=lambda path: int(number[int(path)]), **same)
+    shared, own, _ = trained(tx, **problem)
+    for got, theta in ((shared[-1], want[-1]), (own[-1], local)):
+        for x, y in zip(jax.tree.leaves(got), theta, strict=True):
+            np.testing.assert_allclose(x, y, atol=3e-5)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
