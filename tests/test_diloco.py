@@ -346,6 +346,15 @@ def test_a_state_is_made_under_jit_too():
         jax.tree.map(np.testing.assert_array_equal, jax.jit(tx.init)(params), tx.init(params))
 
 
+def test_one_array_is_sharded_too():
+    over = mesh_of_pairs(AUTO, AUTO)
+    w = jax.device_put(START["a"], NamedSharding(over, SHARDED["a"]))
+    state = of_pairs(over, specs=SHARDED["a"], memory=ErrorFeedback()).init(w)
+    at = P("data", *SHARDED["a"])
+    (memory,) = state.fragments[0].sync.memory
+    assert {x.sharding.spec for x in (state.moved, state.optimizer[0].trace, memory)} == {at}
+
+
 WRONG_SPECS = {
     "another tree": ({"a": P()}, "specs is no tree like the parameters"),
     "no spec": (dict(SHARDED, a="model"), "specs has 'model' for 'a' float32"),

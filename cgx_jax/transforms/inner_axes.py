@@ -48,7 +48,8 @@ def specs_of(
         except ValueError as error:
             raise ValueError(
                 f"{caller}: specs is no tree like the parameters: {error}. Pass one PartitionSpec "
-                "for each, P() for those that every device has whole."
+                "for each, P() for those that every device has whole, or a function of a leaf's "
+                "path."
             ) from None
     found = []
     for leaf, entry in zip(leaves, given, strict=True):
@@ -150,8 +151,9 @@ def _placed(
     mesh: Mesh | AbstractMesh,
 ) -> Pytree:
     require_axes(caller, names, mesh)
-    known = zip(leaves_of(params), specs_of(caller, specs, params, names, mesh), strict=True)
-    pairs = sorted(known, key=lambda pair: -len(pair[0].path))
+    pairs = zip(leaves_of(params), specs_of(caller, specs, params, names, mesh), strict=True)
+    ends = [(f"/{leaf.path}".rstrip("/"), leaf.shape, spec) for leaf, spec in pairs]
+    known = sorted(ends, key=lambda end: -len(end[0]))
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
     def of_type(kind: AxisType, spec: PartitionSpec, ndim: int) -> NamedSharding:
@@ -161,8 +163,8 @@ def _placed(
 
     def place(path: Any, x: jax.Array, row: PartitionSpec) -> jax.Array:
         name, shape = f"/{path_of(path)}", x.shape[len(row) :]
-        of_leaf = (s for leaf, s in pairs if leaf.shape == shape and name.endswith(f"/{leaf.path}"))
-        spec = PartitionSpec(*row, *next(of_leaf, _REPLICATED))
+        own = (s for end, like, s in known if like == shape and name.endswith(end))
+        spec = PartitionSpec(*row, *next(own, _REPLICATED))
         if AxisType.Explicit in types.values():
             x = jax.reshard(x, of_type(AxisType.Explicit, spec, x.ndim))
         if AxisType.Auto in types.values():
