@@ -111,6 +111,10 @@ if command -v tc >/dev/null && tc qdisc show dev lo >/dev/null 2>&1 && [ "$(id -
 else
   leave_out "NCCL on shaped links" "tc or root is missing"
 fi
+for gigabits in 5 25; do
+  step beside_$gigabits 60 "$python" "$root/tests/gpu/beside.py" "$out/checks.jsonl" --world 2 \
+    --connection-rate $gigabits --sockets 4 "${platform[@]}"
+done
 step reductions 120 "$python" "$root/tests/gpu/reductions.py" "$out/checks.jsonl" "${platform[@]}"
 step codec 120 "$python" "$root/tests/gpu/codec.py" "$out/checks.jsonl" "${platform[@]}"
 for gigabits in 5 1000; do
