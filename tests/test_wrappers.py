@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 import optax_steps
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment
-from cgx_jax.transforms import MomentumCorrection
+from cgx_jax.transforms import MomentumCorrection, diloco
 
 WORLD = 4
 LIKE = {"w": jnp.ones((40, 64)), "bias": jnp.ones(3)}
@@ -304,6 +304,29 @@ def test_injected_learning_rates_and_seeds_are_those_that_were_given():
 def test_what_cannot_be_injected_is_refused(make, message):
     with pytest.raises(TypeError, match=message):
         make().init(LIKE)
+
+
+OTHER_TYPES = {
+    "memory": (ErrorFeedback, "no Memory; pass an instance such as cgx_jax.ErrorFeedback()"),
+    "precondition": (SecondMoment, "no SecondMoment; pass an instance"),
+    "seed": ("7", "not an integer"),
+}
+
+
+@pytest.mark.parametrize("option", OTHER_TYPES)
+@pytest.mark.parametrize("call", ["sync_gradients", "diloco", "value_and_grad"])
+def test_options_of_other_types_are_refused(call, option):
+    value, message = OTHER_TYPES[option]
+    given = {"mesh": mesh(), option: value}
+    calls = {
+        "sync_gradients": lambda: cgx_jax.sync_gradients("data", **given),
+        "diloco": lambda: diloco(optax.sgd(0.1), "data", every=2, **given).init(LIKE),
+        "value_and_grad": lambda: cgx_jax.value_and_grad(
+            lambda p, x: jnp.mean(x * p), "data", **given
+        ).init(jnp.ones(4)),
+    }
+    with pytest.raises(TypeError, match=f"{call}: {option}=.* is {message}"):
+        calls[call]()
 
 
 def test_a_memory_that_was_copied_to_every_rank_is_refused():

@@ -140,7 +140,7 @@ class GradientMean:
     def _sync(self, mesh: Mesh | AbstractMesh | None) -> Sync:
         axis = axes_of(CALLER, self.axis_name)
         options = self.policy, self.memory, self.precondition, self.seed
-        return Sync(axis, *options, mesh, self._how())
+        return Sync(axis, *options, mesh, self._how(), name=CALLER)
 
 
 def _grown(x: jax.Array, dimension: int | None, world: int) -> jax.ShapeDtypeStruct:

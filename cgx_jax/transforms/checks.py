@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Pytree
@@ -56,6 +57,22 @@ class Expected(NamedTuple):
     leaves: Sequence[Leaf]
     treedef: jax.tree_util.PyTreeDef
     remedy: str = OTHER_LEAVES
+
+
+def require_options(caller: str, memory: Any, precondition: Any, seed: Any) -> None:
+    """Raises TypeError for an option of another type, such as a class in place of an instance."""
+    if memory is not None and not isinstance(memory, Memory):
+        raise TypeError(
+            f"{caller}: memory={memory!r} is no Memory; pass an instance such as "
+            "cgx_jax.ErrorFeedback(), or None."
+        )
+    if precondition is not None and not isinstance(precondition, SecondMoment):
+        raise TypeError(
+            f"{caller}: precondition={precondition!r} is no SecondMoment; pass an instance, "
+            "cgx_jax.SecondMoment(), or None."
+        )
+    if not isinstance(seed, int | np.integer | np.ndarray | jax.Array):
+        raise TypeError(f"{caller}: seed={seed!r} is not an integer.")
 
 
 def require_type(caller: str, state: Pytree, kind: type) -> None:

@@ -32,6 +32,7 @@ from cgx_jax.transforms.checks import (
     check_paths,
     check_state,
     check_statistics,
+    require_options,
     require_type,
     require_whole,
 )
@@ -171,6 +172,9 @@ class Sync:
     name: str = CALLER
     dimensions: Dimensions | None = None
     specs: Pytree = None
+
+    def __post_init__(self) -> None:
+        require_options(self.name, self.memory, self.precondition, self.seed)
 
     @classmethod
     def of(
