@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -87,6 +88,12 @@ def trained(tx, steps=STEPS, weights=None, check_vma=True, over=None, start=STAR
         shared.append(params)
         own.append(local)
     return shared, own, state
+
+
+def update_of(tx):
+    """`tx.update`, with gradients that are typed as those of a worker."""
+    own = lambda x: lax.pcast(x, "data", to="varying")  # noqa: E731
+    return lambda grads, state, params: tx.update(jax.tree.map(own, grads), state, params)
 
 
 def reference(
@@ -326,7 +333,7 @@ def test_shards_are_encoded_where_they_lie():
         state = tx.init(params)
         kept = P(), cgx_jax.state_specs(state, "data")
         f = jax.shard_map(
-            lambda p, s, tx=tx: tx.update(p, s, p),
+            lambda p, s, tx=tx: update_of(tx)(p, s, p),
             mesh=over,
             in_specs=kept,
             out_specs=kept,
@@ -379,6 +386,25 @@ def test_specs_that_do_not_fit_are_refused(case):
         of_pairs(over, specs=specs).init(placed(over, START))
 
 
+def test_gradients_that_are_the_same_on_all_workers_are_refused():
+    tx = wrapped(every=2)
+    state = tx.init(START)
+    kept = P(), cgx_jax.state_specs(state, "data")
+
+    def at_params(params, state, targets):
+        loss = lambda p: sum(map(jnp.vdot, jax.tree.leaves(p), jax.tree.leaves(targets)))  # noqa: E731
+        return tx.update(jax.grad(loss)(params), state, params)
+
+    def averaged(params, state, targets):
+        return tx.update(lax.pmean(targets, "data"), state, params)
+
+    for step in (at_params, averaged):
+        own = lambda p, s, t, step=step: step(p, s, jax.tree.map(lambda x: x[0], t))  # noqa: E731
+        f = jax.shard_map(own, mesh=mesh(), in_specs=(*kept, P("data")), out_specs=kept)
+        with pytest.raises(ValueError, match=r"diloco: the gradient of leaf 'a' .*local_params"):
+            jax.eval_shape(f, START, state, TARGETS)
+
+
 def test_local_steps_average_shards_too():
     over = mesh_of_pairs(AUTO, AUTO)
     means = [
@@ -414,7 +440,9 @@ def test_a_round_sends_bytes_and_only_in_a_branch(fragments):
     state = tx.init(BIG)
     specs = cgx_jax.state_specs(state, "data")
     f = jax.jit(
-        jax.shard_map(tx.update, mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs))
+        jax.shard_map(
+            update_of(tx), mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs)
+        )
     )
     text = f.lower(BIG, state, BIG).compile().as_text()
     sent = collectives(text)
@@ -528,7 +556,7 @@ def test_gradients_may_be_wider_than_parameters():
     state = tx.init(half)
     specs = cgx_jax.state_specs(state, "data")
     f = jax.shard_map(
-        lambda g, s: tx.update(g, s, half),
+        lambda g, s: update_of(tx)(g, s, half),
         mesh=mesh(),
         in_specs=(P(), specs),
         out_specs=(P(), specs),
@@ -561,7 +589,9 @@ def test_a_state_of_other_options_is_refused(case):
     before, now, says = CHANGED[case]
     state, tx = wrapped(every=4, **before).init(START), wrapped(every=4, **now)
     specs = cgx_jax.state_specs(state, "data")
-    f = jax.shard_map(tx.update, mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs))
+    f = jax.shard_map(
+        update_of(tx), mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs)
+    )
     with pytest.raises(ValueError, match=f"diloco: .*{says}"):
         jax.eval_shape(f, START, state, START)
 
@@ -571,7 +601,9 @@ def test_parameters_may_be_one_array(delay):
     tx = wrapped(every=2, delay=delay)
     state = tx.init(START["a"])
     specs = cgx_jax.state_specs(state, "data")
-    f = jax.shard_map(tx.update, mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs))
+    f = jax.shard_map(
+        update_of(tx), mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs)
+    )
     out, _ = jax.jit(f)(START["a"], state, START["a"])
     assert not np.asarray(out).any()  # the first of two steps
 
@@ -590,6 +622,8 @@ def test_a_weight_is_a_number_and_a_state_is_of_its_options():
     tx, other = wrapped(every=4), wrapped(every=4, fragments=2)
     state = other.init(START)
     specs = cgx_jax.state_specs(state, "data")
-    f = jax.shard_map(tx.update, mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs))
+    f = jax.shard_map(
+        update_of(tx), mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs)
+    )
     with pytest.raises(ValueError, match="diloco: the state has 2 fragments, but these leaves"):
         jax.eval_shape(f, START, state, START)

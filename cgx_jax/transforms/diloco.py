@@ -89,8 +89,8 @@ def diloco(
 
     The state is a `LocalState`. `state_specs`, `state_shardings` and `resize_state` take it. Raises
     TypeError or ValueError for numbers that do not fit, for an `Adaptive` policy or `Stages` with
-    several fragments, for a `Tuner`, which times single steps, and for what `sync_gradients`
-    refuses.
+    several fragments, for a `Tuner`, which times single steps, for what `sync_gradients` refuses,
+    and, under check_vma, for gradients that are the same on all workers.
     """
     import optax
 
@@ -255,6 +255,7 @@ class _Workers:
         require_type(self.name, state, LocalState)
         axes = Axes.resolve(self.name, self.axis_name, None)
         _check_moved(self.name, state, updates)
+        self._check_own(axes, updates)
         before = own_row(state.moved)
         parts = self._parts(before)  # what is sent has the parameters' dtypes
         self._check(state, parts, before)
@@ -337,6 +338,18 @@ class _Workers:
         due = (number % self.every) == part.offset
         waiting, ticket = lax.cond(due, send, lambda: (fragment.waiting, fragment.ticket))
         return change, ahead, Fragment(synced, state, waiting, ticket)
+
+    def _check_own(self, axes: Axes, updates: Pytree) -> None:
+        """Raises ValueError for gradients that are known to be the same on all workers."""
+        for leaf, x in zip(leaves_of(updates), jax.tree.leaves(updates), strict=True):
+            missing = sorted(axes.varying() - _compat.varying_axes(x))
+            if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
+                raise ValueError(
+                    f"{self.name}: the gradient of leaf {leaf} does not vary over axis "
+                    f"{missing[0]!r}, so it is the same on all workers: it was taken at params, "
+                    "where jax.grad inserts a psum, or averaged. Take it at "
+                    "cgx_jax.transforms.local_params(params, state), and leave out lax.pmean."
+                )
 
     def _check(self, state: LocalState, parts: list[_Part], like: Pytree) -> None:
         """Raises ValueError for a state that was made with other options."""
