@@ -44,6 +44,11 @@ class Axes:
     ) -> Axes:
         """Checks names and groups against the bound axes; raises ValueError if they do not fit."""
         names = names_of(axis_name)
+        if any(isinstance(n, jax.Array | np.ndarray) for n in names):
+            raise TypeError(
+                f"{caller}: axis_name is an array; the first argument is what is reduced, and the "
+                'second the name of an axis, such as "data".'
+            )
         if not names or len(set(names)) != len(names):
             raise ValueError(
                 f"{caller}: axis_name={axis_name!r} must name one or more axes, each once."

@@ -487,6 +487,11 @@ BAD = {
         "'nodata' is not bound.*data",
         lambda: shard(lambda v: psum(v, "nodata"), X),
     ),
+    "arguments swapped": (
+        TypeError,
+        "axis_name is an array; the first argument is what is reduced",
+        lambda: shard(lambda v: cgx_jax.psum_compressed("data", v), X),
+    ),
     "no axis at all": (ValueError, "'data' is not bound", lambda: psum(jnp.ones((3, 4)))),
     "exchange": (
         ValueError,

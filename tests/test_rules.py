@@ -178,6 +178,7 @@ def test_a_rule_that_chooses_nothing_is_reported(rules, message):
         (lambda: Rule(Q2, min_ndim=-1), "min_ndim=-1"),
         (lambda: Rule(4), "not a compressor"),
         (lambda: Rules([Q4]), "not a rule"),
+        (lambda: Rules(Rule(Q4)), r"is one rule; pass a sequence, \(rules,\)"),
         (lambda: Rules((), 4), "default=4 is not a compressor"),
         (lambda: Plan.build(TREE, 4), "neither a compressor nor a policy"),
     ],

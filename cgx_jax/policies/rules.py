@@ -146,7 +146,10 @@ class Rules(Policy):
 
     def __post_init__(self) -> None:
         for name in ("rules", "exact"):
-            rules = tuple(getattr(self, name))
+            given = getattr(self, name)
+            if isinstance(given, Rule):
+                raise TypeError(f"Rules: {name}={given!r} is one rule; pass a sequence, ({name},).")
+            rules = tuple(given)
             for rule in rules:
                 if not isinstance(rule, Rule):
                     raise TypeError(
