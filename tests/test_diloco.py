@@ -356,7 +356,7 @@ def test_a_state_is_made_under_jit_too():
 def test_one_array_is_sharded_too():
     over = mesh_of_pairs(AUTO, AUTO)
     w = jax.device_put(START["a"], NamedSharding(over, SHARDED["a"]))
-    state = of_pairs(over, specs=SHARDED["a"], memory=ErrorFeedback()).init(w)
+    state = of_pairs(over, specs=w, memory=ErrorFeedback()).init(w)
     at = P("data", *SHARDED["a"])
     (memory,) = state.fragments[0].sync.memory
     assert {x.sharding.spec for x in (state.moved, state.optimizer[0].trace, memory)} == {at}
@@ -365,6 +365,7 @@ def test_one_array_is_sharded_too():
 WRONG_SPECS = {
     "another tree": ({"a": P()}, "specs is no tree like the parameters"),
     "no spec": (dict(SHARDED, a="model"), "specs has 'model' for 'a' float32"),
+    "an array without it": (dict(SHARDED, a=jnp.ones((6, 8))), "specs has ArrayImpl for 'a'"),
     "the workers": (dict(SHARDED, a=P("data")), "'data' is the axis of the reduction"),
     "no axis": (dict(SHARDED, a=P("tensor")), "'tensor' is no axis of the mesh"),
     "no such dimension": (

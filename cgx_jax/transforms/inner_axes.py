@@ -31,7 +31,7 @@ def specs_of(
     names: Sequence[str],
     mesh: Mesh | AbstractMesh | None,
 ) -> list[PartitionSpec]:
-    """Returns the spec of each leaf, from a tree of specs or NamedShardings, or from its path.
+    """Returns the spec of each leaf, from its path or a tree of specs, NamedShardings or arrays.
 
     Without a mesh it is that of `jax.set_mesh` or of shard_map. Raises ValueError for another tree,
     and for specs that do not fit the leaves, the mesh, or the axes `names` of the reduction.
@@ -47,17 +47,21 @@ def specs_of(
             given = treedef.flatten_up_to(specs)
         except ValueError as error:
             raise ValueError(
-                f"{caller}: specs is no tree like the parameters: {error}. Pass one PartitionSpec "
+                f"{caller}: specs is no tree like the parameters: {str(error).rstrip('.')}. Pass "
+                "one PartitionSpec "
                 "for each, P() for those that every device has whole, or a function of a leaf's "
                 "path."
             ) from None
     found = []
     for leaf, entry in zip(leaves, given, strict=True):
-        spec = entry.spec if isinstance(entry, NamedSharding) else entry
+        hidden = isinstance(entry, jax.core.Tracer)
+        placed = entry.sharding if isinstance(entry, jax.Array) and not hidden else entry
+        spec = placed.spec if isinstance(placed, NamedSharding) else placed
         if not isinstance(spec, PartitionSpec):
+            shown = type(entry).__name__ if isinstance(entry, jax.Array) else repr(entry)
             raise ValueError(
-                f"{caller}: specs has {entry!r} for {leaf}; pass a PartitionSpec, P() for a leaf "
-                "that every device has whole."
+                f"{caller}: specs has {shown} for {leaf}; pass a PartitionSpec, P() for a leaf "
+                "that every device has whole, or an array from outside jit with a NamedSharding."
             )
         check_spec(caller, str(leaf), spec, leaf.shape, mesh)
         if own := set(Cut.of(spec, len(leaf.shape)).names) & set(names):
