@@ -113,9 +113,9 @@ def sync_gradients(
       in units of their own size, and an adaptive policy measures errors in these units.
 
     Inside a shard_map over `axis_name` that leaves other axes of the mesh to XLA (HSDP), `specs`
-    say how gradients are sharded over these: a tree of PartitionSpecs like the parameters, or a
-    function of a leaf's path. Each device then sends its shard. Without them XLA gathers each
-    gradient, and each device sends all of it.
+    say how gradients are sharded over these: a tree of PartitionSpecs like the parameters, the
+    sharded parameters themselves, or a function of a leaf's path. Each device then sends its shard.
+    Without them XLA gathers each gradient, and each device sends all of it.
 
     The state is a `SyncState`, which also keeps the state of compressors. A step whose mean holds a
     NaN or infinity leaves memory, moments and states as they were, on all ranks of the mesh.
