@@ -546,6 +546,11 @@ def test_a_weight_that_is_no_number_shows():
     assert np.isnan(weighted({"w": x}, (1, np.nan, 1))["w"]).all()
 
 
+def test_momentum_of_integers_is_refused():
+    with pytest.raises(ValueError, match=r"diloco: the outer optimizer .* leaf 'n' int32\[3\]"):
+        wrapped(every=2).init(dict(START, n=jnp.arange(3)))
+
+
 def test_integers_are_weighted_too():
     x = np.full((3, 4), 10, np.int32)
     np.testing.assert_array_equal(weighted({"w": x}, (1, 2, 3))["w"], -10)

@@ -228,6 +228,7 @@ class _Workers:
         made = []
         for part in self._parts(params):
             own = part.of(params)
+            self._check_outer(own)
             make = functools.partial(none_sent, part.of(like))
             waiting, ticket = rows_of(make, self.axis_name, self.mesh, self.name)
             made.append(Fragment(part.sync.init(own), self.outer.init(own), waiting, ticket))
@@ -338,6 +339,21 @@ class _Workers:
         due = (number % self.every) == part.offset
         waiting, ticket = lax.cond(due, send, lambda: (fragment.waiting, fragment.ticket))
         return change, ahead, Fragment(synced, state, waiting, ticket)
+
+    def _check_outer(self, own: Pytree) -> None:
+        """Raises ValueError if the outer optimizer's state of an integer changes its dtype."""
+        whole = [x for x in leaves_of(own) if not jnp.issubdtype(x.dtype, jnp.inexact)]
+        if not whole or is_any_tree(own):
+            return
+        before = jax.eval_shape(self.outer.init, own)
+        with jax.numpy_dtype_promotion("standard"):  # as Optax is written
+            _, after = jax.eval_shape(self.outer.update, own, before, own)
+        if [x.dtype for x in jax.tree.leaves(before)] != [x.dtype for x in jax.tree.leaves(after)]:
+            raise ValueError(
+                f"{self.name}: the outer optimizer keeps another dtype for leaf {whole[0]} after a "
+                "step than before, as momentum of an integer does; keep integers out of params, or "
+                "pass outer=optax.sgd(0.7), which has no momentum."
+            )
 
     def _check_own(self, axes: Axes, updates: Pytree) -> None:
         """Raises ValueError for gradients that are known to be the same on all workers."""
