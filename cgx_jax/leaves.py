@@ -55,11 +55,24 @@ def sum_dtype(dtype: DTypeLike) -> np.dtype:
     return dtype
 
 
-def leaves_of(tree: Pytree) -> list[Leaf]:
-    """Returns every leaf of `tree` (arrays, tracers or ShapeDtypeStructs)."""
+def leaves_of(tree: Pytree, caller: str = "cgx_jax") -> list[Leaf]:
+    """Returns every leaf of `tree` (arrays, tracers or ShapeDtypeStructs).
+
+    Raises TypeError for anything else, and for the gradients that JAX gives integers.
+    """
     out = []
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not hasattr(x, "dtype") and not isinstance(x, SCALARS):
+            raise TypeError(
+                f"{caller}: leaf {path_of(path)!r} is {x!r}, which is no array; take it out of the "
+                "tree, as equinox.filter(tree, equinox.is_inexact_array) does."
+            )
         aval = jax.typeof(x) if not hasattr(x, "dtype") else x
+        if aval.dtype == jax.dtypes.float0:
+            raise TypeError(
+                f"{caller}: leaf {path_of(path)!r} is the gradient of an integer (float0); "
+                "differentiate the leaves that are trained, without those of integers."
+            )
         out.append(Leaf(path_of(path), tuple(aval.shape), aval.dtype))
     return out
 

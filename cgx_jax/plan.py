@@ -51,7 +51,7 @@ class Plan:
         """
         if fusion_bytes <= 0:
             raise ValueError(f"Plan.build: fusion_bytes={fusion_bytes} must be positive.")
-        leaves = leaves_of(tree)
+        leaves = leaves_of(tree, "Plan.build")
         chosen = _choose("Plan.build", leaves, policy, is_bare(tree))
         return _planned(leaves, _overridden(leaves, chosen, dict(overrides or {})), fusion_bytes)
 
@@ -133,7 +133,7 @@ def resolve(
     Raises ValueError for a plan of another tree. Also raises ValueError for a policy that adapts,
     unless `adapts` says that the caller keeps its statistics.
     """
-    leaves = leaves_of(tree)
+    leaves = leaves_of(tree, caller)
     _check_dtypes(caller, leaves)
     if isinstance(policy, Plan):
         policy.check(caller, leaves)
@@ -156,16 +156,21 @@ def _choose(
     caller: str, leaves: Sequence[Leaf], policy: Compressor | Policy | None, bare: bool
 ) -> list[Compressor]:
     policy = Quantize() if policy is None else policy
+    require_policy(caller, policy)
     if isinstance(policy, Policy):
         return policy.choose(leaves)
-    if not isinstance(policy, Compressor):
+    if bare and policy.supports(leaves[0].dtype):
+        return [policy]
+    return Uniform(policy).choose(leaves)
+
+
+def require_policy(caller: str, policy: object) -> None:
+    """Raises TypeError unless `policy` is a compressor, a policy, or None for the default."""
+    if policy is not None and not isinstance(policy, Compressor | Policy):
         raise TypeError(
             f"{caller}: {policy!r} is neither a compressor nor a policy; pass an instance such as "
             "cgx_jax.Quantize(bits=4)."
         )
-    if bare and policy.supports(leaves[0].dtype):
-        return [policy]
-    return Uniform(policy).choose(leaves)
 
 
 def _require_static(caller: str, policy: Any) -> None:

@@ -503,6 +503,22 @@ BAD = {
         "key is None.*jax.random.key",
         lambda: shard(lambda v: psum(v, compressor=STOCHASTIC), X),
     ),
+    "a key that is none": (
+        TypeError,
+        "key=3 is no key",
+        lambda: shard(lambda v: psum(v, compressor=STOCHASTIC, key=3), X),
+    ),
+    "a leaf that is no array": (
+        TypeError,
+        "leaf 'act' is 'gelu', which is no array; take it out",
+        lambda: shard(lambda v: psum({"w": v, "act": "gelu"}), X),
+    ),
+    "the gradient of an integer": (
+        TypeError,
+        r"leaf 'n' is the gradient of an integer \(float0\)",
+        lambda: shard(lambda v: psum({"w": v, "n": np.zeros(3, jax.dtypes.float0)}), X),
+    ),
+    "bits that are a bool": (TypeError, "bits=True is not an integer", lambda: Quantize(bits=True)),
     "not a compressor": (
         TypeError,
         "4 is neither a compressor nor a policy",

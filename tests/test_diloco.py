@@ -480,19 +480,19 @@ def test_muon_runs_inside():
 
 
 WRONG = {
-    "every": ({"every": 0}, ValueError, "diloco: every=0 must be 1 or more"),
+    "every": ({"every": 0}, ValueError, "diloco: every=0 must be at least 1"),
     "tuner": ({"every": 4, "exchange": cgx_jax.Tuner()}, ValueError, "diloco: exchange is a tuner"),
     "delay": ({"every": 4, "delay": 4}, ValueError, r"diloco: delay=4 must be in \[0, 3\]"),
     "mix": ({"every": 4, "mix": 1.5}, ValueError, r"diloco: mix=1.5 must be in \[0, 1\]"),
     "fragments": (
         {"every": 2, "fragments": 3},
         ValueError,
-        r"diloco: fragments=3 must be in \[1, 2\]",
+        r"diloco: fragments=3 must be in 1..2",
     ),
     "a fraction": (
         {"every": 4, "fragments": 1.5},
         TypeError,
-        "diloco: fragments=1.5 must be an int",
+        "diloco: fragments=1.5 is not an int",
     ),
     "no optimizer": ({"every": 4, "outer": 1}, TypeError, "diloco: outer=1 is not an optimizer"),
     "an unknown option": ({"every": 4, "foo": 1}, TypeError, "diloco: 'foo' is not an option"),

@@ -13,6 +13,7 @@ LAYERS = [
     "_version",
     "_types",
     "_compat",
+    "arguments",
     "leaves",
     "axes",
     "collective",

@@ -130,8 +130,8 @@ def test_states_are_placed_by_their_shardings():
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: wrapped(Identity(), 0), ValueError, "every=0 must be 1 or more"),
-        (lambda: wrapped(Identity(), 1.5), TypeError, "local_steps: every=1.5 must be an integer"),
+        (lambda: wrapped(Identity(), 0), ValueError, "every=0 must be at least 1"),
+        (lambda: wrapped(Identity(), 1.5), TypeError, "local_steps: every=1.5 is not an integer"),
         (lambda: local_params({}, ()), ValueError, "holds 0 states of diloco or local_steps"),
         (
             lambda: local_steps(optax.sgd(0.1), "data", every=2).init({"w": jnp.zeros(3)}),

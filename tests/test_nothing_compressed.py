@@ -2,6 +2,7 @@
 
 import logging
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,23 @@ def test_levels_of_one_node_are_the_reason(said):
     ]
 
 
+@pytest.mark.parametrize(
+    ("leaf", "why"),
+    [
+        (np.zeros((8, 96), np.float32), r"fewer than 1,024 values; Rules\(\(\), Quantize"),
+        (np.zeros((64, 64)), "does not take float64; cast gradients to float32"),
+    ],
+)
+def test_trees_that_the_rules_keep_exact_are_told(leaf, why):
+    tree = {"w": leaf, "b": np.zeros(512, np.float32)}
+    with pytest.warns(UserWarning, match=f"Rules: all 2 leaves are reduced exactly, .*{why}"):
+        assert not cgx_jax.Plan.build(tree, Quantize(4)).buffers
+
+
 SILENT = {
+    "biases and norms": lambda: cgx_jax.Plan.build({"b": jnp.ones(4096)}, Quantize(4)),
+    "few values": lambda: cgx_jax.Plan.build({"w": jnp.ones((8, 8))}, Quantize(4)),
+    "exact by choice": lambda: cgx_jax.Plan.build({"w": jnp.ones((8, 96))}, cgx_jax.Identity()),
     "a named exchange": lambda: reduced(ranks(8), lambda x: psum(x, exchange="xla")),
     "one large buffer": lambda: reduced(ranks(8), psum, (1024, 1024)),
     "no compressor": lambda: reduced(
@@ -120,5 +137,7 @@ SILENT = {
 
 @pytest.mark.parametrize("call", SILENT.values(), ids=SILENT)
 def test_nothing_is_said_where_it_would_be_wrong(said, call):
-    call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
     assert said() == []

@@ -213,7 +213,7 @@ def differing():
 @pytest.mark.parametrize(
     ("make", "world", "says"),
     [
-        (of_two_worlds, 0, "world=0 must be 1 or more"),
+        (of_two_worlds, 0, "world=0 must be at least 1"),
         (of_two_worlds, 3, r"rows for \[2, 4\] ranks"),
         (differing, 3, "differ between ranks, and integers have no mean"),
         (lambda: {"w": jnp.zeros(3)}, 3, "no state of sync_gradients or diloco"),

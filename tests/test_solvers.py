@@ -285,17 +285,17 @@ def test_problems_need_a_candidate():
 
 
 WRONG_OPTIONS = {
-    "KMeans: least=0 is below 1; pass 1 or more": lambda: KMeans(least=0),
+    "KMeans: least=0 must be at least 1": lambda: KMeans(least=0),
     "Linear: least=5 exceeds most=4; swap them": lambda: Linear(least=5),
     "Bayesian: least=9 exceeds most=8; swap them": lambda: Bayesian(least=9),
-    "Bayesian: trials=0 is below 1; pass 1 or more": lambda: Bayesian(trials=0),
-    "Bayesian: seed=-1 is below 0; pass 0 or more": lambda: Bayesian(seed=-1),
+    "Bayesian: trials=0 must be at least 1": lambda: Bayesian(trials=0),
+    "Bayesian: seed=-1 must be at least 0": lambda: Bayesian(seed=-1),
     "LeastBytes: alpha=0 is not a finite number above 0": lambda: LeastBytes(0),
     "LeastBytes: alpha='1' is not a finite number above 0": lambda: LeastBytes("1"),
-    "LeastBytes: uniform_bits=0 is below 1": lambda: LeastBytes(uniform_bits=0),
+    "LeastBytes: uniform_bits=0 must be at least 1": lambda: LeastBytes(uniform_bits=0),
     "LeastError: bits_per_value=inf is not a finite number": lambda: LeastError(math.inf),
     "LeastTime: alpha=-1.0 is not a finite number above 0": lambda: LeastTime(SLOW, -1.0),
-    "LeastTime: fusion_bytes=0 is below 4; pass 4 or more": lambda: LeastTime(SLOW, fusion_bytes=0),
+    "LeastTime: fusion_bytes=0 must be at least 4": lambda: LeastTime(SLOW, fusion_bytes=0),
 }
 
 

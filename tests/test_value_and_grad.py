@@ -337,7 +337,24 @@ REFUSED = {
     ),
     "a square matrix of as many rows as examples": (
         lambda p, x, y: vag(lambda p, x, m: (x @ p["a"]["w"] @ m).mean())(p, x, jnp.ones((64, 64))),
-        r"works on the whole batch, but fails on the part.*\['m', 'x'\].*in_specs=\{'x': P\(\)\}",
+        r"fails on the part.* x float32\[64,32\] .*m float32\[64,64\] in dimension 0. "
+        r"It runs with in_specs=\{'m': P\(\)\}",
+    ),
+    "features over the axis": (
+        lambda p, x, y: vag()(p, jax.device_put(x, NamedSharding(auto_mesh(), P(None, "data"))), y),
+        r"x float32\[64,32\] split in dimension 1, y .*in_specs=\{'x': P\('data'\), 'y': P\(",
+    ),
+    "shard_map around it": (
+        lambda p, x, y: jax.shard_map(
+            vag(), mesh=auto_mesh(), in_specs=(P(), P("data"), P("data")), out_specs=P()
+        )(p, x, y),
+        r"it is for plain jit, but .* axis 'data' .*Inside, take jax.value_and_grad, and",
+    ),
+    "pmap around it": (
+        lambda p, x, y: jax.pmap(vag(mesh=None), axis_name="data", in_axes=(None, 0, 0))(
+            p, x.reshape(8, 8, 32), y.reshape(8, 8, 32)
+        ),
+        r"it is for plain jit, but .* axis 'data' .*Inside, take jax.value_and_grad, and",
     ),
     "indivisible": (lambda p, x, y: vag()(p, x[:60], y[:60]), r"\[60,32\].*multiple of the 8"),
     "nothing split": (lambda p, x, y: vag(lambda p: p["a"]["w"].mean())(p), r"8 times the work"),
@@ -357,6 +374,28 @@ REFUSED = {
     ),
     "in_specs that are no specs": (
         lambda p, x, y: vag(in_specs={"x": "data"})(p, x, y), r"has 'data'; use P\('data'\)"
+    ),
+    "in_specs as in shard_map": (
+        lambda p, x, y: vag(in_specs=(P(), P("data"), P("data"))), r"no mapping; .*in_specs=\{\"bat"
+    ),
+    "a policy that is none": (
+        lambda p, x, y: vag(policy=4), r"4 is neither a compressor nor a policy"
+    ),
+    "an exchange that is none": (
+        lambda p, x, y: cgx_jax.value_and_grad(loss_fn, "data", exchange="tcp"),
+        r"exchange='tcp' is unknown",
+    ),
+    "a state of other ranks": (
+        lambda p, x, y: vag(memory=ErrorFeedback()).apply(
+            cgx_jax.resize_state(vag(memory=ErrorFeedback()).init(p), 4), p, x, y
+        ),
+        r"the state is that of 4 ranks, but the axis has 8; call cgx_jax.resize_state\(state, 8\)",
+    ),
+    "arguments in another order": (
+        lambda p, x, y: vag(memory=ErrorFeedback()).apply(
+            p, vag(memory=ErrorFeedback()).init(p), x, y
+        ),
+        r"the state has a dict in the place of SyncState.* pass what init returned",
     ),
     "memory without a state": (
         lambda p, x, y: vag(memory=ErrorFeedback())(p, x, y),
@@ -400,6 +439,10 @@ REFUSED = {
     "another loss": (lambda p, x, y: vag(loss="sum"), r"loss='sum' must be"),
     "two losses": (
         lambda p, x, y: vag(lambda *a: (loss_fn(*a), 1.0))(p, x, y), r"a real number.*has_aux=True"
+    ),
+    "a loss in a dict": (
+        lambda p, x, y: vag(lambda *a: {"loss": loss_fn(*a)})(p, x, y),
+        r"returns dict, not a real number.*has_aux=True",
     ),
     "a loss for each example": (
         lambda p, x, y: vag(lambda p, x, y: (x @ p["a"]["w"]).mean(1))(p, x, y),

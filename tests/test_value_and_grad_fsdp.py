@@ -308,7 +308,8 @@ def create(f, given):
 
 
 def apply(f, given):
-    return f.apply({}, *given)
+    state = cgx_jax.sync_gradients("data").init(given[0])
+    return f.apply(state, *given)
 
 
 def explicit():

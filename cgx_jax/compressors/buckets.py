@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
@@ -128,20 +127,6 @@ def rounded(bound: jax.Array, x: ArrayLike) -> jax.Array:
     least = float(info.smallest_subnormal) + float(jnp.finfo(jnp.float32).tiny)
     whole = bound + size * float(info.eps) + least
     return jnp.where(size <= float(info.max), whole, jnp.inf)
-
-
-def whole_number(where: str, name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Returns `value` as an int; raises TypeError if it is not, ValueError outside low..high."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{where}: {name}={value!r} is not an integer; pass a Python int."
-        ) from None
-    if number < low or (high is not None and number > high):
-        limit = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise ValueError(f"{where}: {name}={number} must be {limit}.")
-    return number
 
 
 def require_key(compressor: Any, key: Key) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -14,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key
+from cgx_jax.arguments import whole_number
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import CodedLeaf, PayloadCompressor
 from cgx_jax.compressors.codes import ChunkCode, WholeCode
@@ -72,13 +72,7 @@ class Quantize(PayloadCompressor):
 
     def __post_init__(self) -> None:
         for name in ("bits", "bucket_size"):
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, operator.index(value))
-            except TypeError:
-                raise TypeError(
-                    f"Quantize: {name}={value!r} is not an integer; pass a Python int."
-                ) from None
+            object.__setattr__(self, name, whole_number("Quantize", name, getattr(self, name)))
         if not 1 <= self.bits <= MAX_BITS:
             raise ValueError(
                 f"Quantize: bits={self.bits} is outside 1..{MAX_BITS}; use Identity() to send "

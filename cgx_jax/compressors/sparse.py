@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key
+from cgx_jax.arguments import whole_number
 from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
@@ -36,7 +37,7 @@ def check_keep(where: str, keep: Any) -> Keep:
                 "number of values, pass an int."
             )
         return keep
-    return buckets.whole_number(where, "keep", keep, 1)
+    return whole_number(where, "keep", keep, 1)
 
 
 def kept(where: str, keep: Keep, size: int) -> int:
@@ -347,8 +348,8 @@ class BlockTopK(_Sparse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size = buckets.whole_number("BlockTopK", "bucket_size", self.bucket_size, 1)
-        buckets.whole_number("BlockTopK", "keep", self.keep, 1, size)
+        size = whole_number("BlockTopK", "bucket_size", self.bucket_size, 1)
+        whole_number("BlockTopK", "keep", self.keep, 1, size)
 
     @property
     def block_size(self) -> int:

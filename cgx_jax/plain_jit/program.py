@@ -57,6 +57,7 @@ from cgx_jax.relations.walk import relate
 # a dimension.
 Output = str | int | None
 _EMPTY: Mapping[int, Gather] = MappingProxyType({})
+_NUMBERS = (jax.Array, np.ndarray, np.generic, int, float, complex)
 _ALONE = "with one example per rank, the program is another than with more"
 _AUX = 'P(axis) for one row per example, "mean", "sum", or P() for what is the same on every rank'
 
@@ -227,19 +228,23 @@ class Program:
             raise TypeError(
                 f'{CALLER}: with loss="ratio" the loss returns {wanted}, not {_kind(out)}'
             )
-        losses = tuple(map(jnp.asarray, losses))
         for x in losses:
-            number = jnp.issubdtype(x.dtype, jnp.floating) or (x is losses[-1] and self.ratio)
-            if x.shape or not number:
-                hint = "" if self.has_aux or not isinstance(out, tuple) else " Pass has_aux=True?"
+            known = isinstance(x, _NUMBERS)
+            real = known and (
+                jnp.issubdtype(jnp.result_type(x), jnp.floating) or (x is losses[-1] and self.ratio)
+            )
+            if not real or np.shape(x):
+                found = shown(jax.typeof(x)) if known else _kind(x)
                 raise TypeError(
-                    f"{CALLER}: the loss returns {shown(x)}, not a real number; return the mean "
-                    f"over the examples.{hint}"
+                    f"{CALLER}: the loss returns {found}, not a real number; return the mean over "
+                    "the examples, with has_aux=True also auxiliary outputs: (loss, aux), with "
+                    'loss="ratio" a sum and a count.'
                 )
+        losses = tuple(map(jnp.asarray, losses))
         if self.ratio and not jnp.issubdtype(losses[1].dtype, jnp.floating):
             losses = losses[0], losses[1].astype(losses[0].dtype)
         for path, x in jax.tree_util.tree_leaves_with_path(aux):
-            if not isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+            if not isinstance(x, _NUMBERS):
                 raise TypeError(f"{CALLER}: aux{keystr(path)} is {x!r}, which is no array.")
         rests = [a.rest(v) for v, a in pairs if a.graph is not None]
         return losses, (aux, rests)

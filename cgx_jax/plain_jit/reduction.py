@@ -14,14 +14,13 @@ from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit.arguments import CALLER
 from cgx_jax.plain_jit.gathers import Gather
 from cgx_jax.plain_jit.model_axes import Shards
-from cgx_jax.plan import Plan, resolve
+from cgx_jax.plan import Plan, require_policy, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.route.route import Options, route
 from cgx_jax.route.run import values_of
 from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.memory import Memory
-from cgx_jax.transforms.own_rows import axes_of
 from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.state import stateful
 from cgx_jax.transforms.sync_gradients import Sync
@@ -45,6 +44,11 @@ class GradientMean:
     reduction: Reduction | str | None
     levels: Levels | None
     weights: Compressor | Policy | Plan = dataclasses.field(default_factory=Identity)
+
+    def __post_init__(self) -> None:
+        self._sync(None)
+        if not isinstance(self.weights, Plan):
+            require_policy(f"{CALLER}, weights", self.weights)
 
     @property
     def adapts(self) -> bool:
@@ -138,9 +142,16 @@ class GradientMean:
         return {"exchange": self.exchange, "reduction": self.reduction, "levels": self.levels}
 
     def _sync(self, mesh: Mesh | AbstractMesh | None) -> Sync:
-        axis = axes_of(CALLER, self.axis_name)
-        options = self.policy, self.memory, self.precondition, self.seed
-        return Sync(axis, *options, mesh, self._how(), name=CALLER)
+        return Sync.of(
+            self.axis_name,
+            self.policy,
+            memory=self.memory,
+            precondition=self.precondition,
+            seed=self.seed,
+            mesh=mesh,
+            name=CALLER,
+            **self._how(),
+        )
 
 
 def _grown(x: jax.Array, dimension: int | None, world: int) -> jax.ShapeDtypeStruct:

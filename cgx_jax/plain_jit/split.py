@@ -192,7 +192,8 @@ def _refuse(
     found: Sequence[Split | None],
 ) -> None:
     """Raises ValueError with an in_specs that splits the arrays of the commonest length."""
-    open_ = [i for i, split in enumerate(found) if split is None]
+    # What is known to be split elsewhere than along its rows may be so by mistake.
+    open_ = [i for i, split in enumerate(found) if split is None or split.dimension]
     lengths = Counter(arrays[i].shape[0] for i in open_)
     size = lengths.most_common(1)[0][0]
     written = {}
@@ -201,9 +202,11 @@ def _refuse(
         specs = [ranks.spec(0 if arrays[i].shape[:1] == (size,) else None) for i in own]
         one = line(specs[0]) if len(set(specs)) == 1 else None
         written[arguments[number].name] = one or arguments[number].parameters(map(line, specs))
-    listed = ", ".join(f"{places[i].path} {shown(arrays[i])}" for i in open_)
+    at = (f" split in dimension {s.dimension}" if s else "" for s in map(found.__getitem__, open_))
+    pairs = zip(open_, at, strict=True)
+    listed = ", ".join(f"{places[i].path} {shown(arrays[i])}{where}" for i, where in pairs)
     raise ValueError(
-        f"{CALLER}: which arrays hold the batch is not known, since their first dimensions differ: "
+        f"{CALLER}: which arrays hold the batch is not known, since these dimensions differ: "
         f"{listed}. Say which are split over {ranks.axis!r} and which every rank has whole, for "
         f"example in_specs={written}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -28,6 +29,7 @@ from cgx_jax.plain_jit.arguments import (
     is_nnx,
     line,
     nnx,
+    shown,
 )
 from cgx_jax.plain_jit.model_axes import Shards, as_now
 from cgx_jax.plain_jit.program import Program, Traced, finish
@@ -36,9 +38,10 @@ from cgx_jax.plain_jit.split import Ranks, Split
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.transforms.checks import require_rows_of, require_type
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import SecondMoment
-from cgx_jax.transforms.state import state_specs
+from cgx_jax.transforms.state import SyncState, state_specs
 
 _LOG = logging.getLogger(__name__)
 _EXACT = Identity()
@@ -137,6 +140,11 @@ def value_and_grad(
         Ranks.of(names, mesh)
     if loss not in ("mean", "ratio"):
         raise ValueError(f'{CALLER}: loss={loss!r} must be "mean" or "ratio", for (sum, count).')
+    if not isinstance(in_specs, Mapping | None):
+        raise TypeError(
+            f"{CALLER}: in_specs={in_specs!r} is no mapping; name the arguments of the loss that "
+            f'are split: in_specs={{"batch": P({names[0]!r})}}.'
+        )
     wanted = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     try:
         wanted = tuple(map(Wanted.of, wanted))
@@ -198,6 +206,7 @@ class ValueAndGrad:
         memories, which are split over the axis, and sharded like the parameters over the others.
         """
         options = self._options
+        _require_plain(options.names)
         arguments: list[Argument] = []
         arrays: list[jax.Array] = []
         places: list[Place] = []
@@ -237,14 +246,18 @@ class ValueAndGrad:
                 f"{CALLER}: the loss is None, which is for `init` only; pass the loss to "
                 "value_and_grad inside the step."
             )
+        _require_plain(options.names)
+        if state is not None:
+            require_type(CALLER, state, SyncState)
         wanted = _positive(options.wanted, len(args))
         arguments, arrays, places = arguments_of(self._loss_fn, args, kwargs, wanted)
         mesh = options.mesh or _mesh(options.names, arrays)
+        ranks = Ranks.of(options.names, mesh)
         program = Program(
             self._loss_fn,
             arguments,
             tuple(places),
-            Ranks.of(options.names, mesh),
+            ranks,
             options.has_aux,
             options.ratio,
             options.single,
@@ -252,6 +265,7 @@ class ValueAndGrad:
         step = self._step(program, arrays)
         if state is not None:
             step.shards.require_whole()
+            require_rows_of(CALLER, state, ranks.world)
         value, grads, aux, rests, state = self._execute(step, arrays, state)
         objects = [x for x in (*args, *kwargs.values()) if is_nnx(x)]
         for owner, rest in zip(objects, rests, strict=True):
@@ -407,22 +421,46 @@ def _is_output(x: object) -> bool:
 
 
 def _of_a_part(
-    program: Program, arrays: Sequence[jax.Array], splits: Sequence[Split], error: Exception
+    program: Program, arrays: Sequence[jax.Array], splits: tuple[Split, ...], error: Exception
 ) -> Exception:
     """Returns the error of a loss that works on the whole batch and fails on a part of it."""
-    axis = program.ranks.axis
-    names = {
-        program.arguments[p.argument].name: None
-        for p, s in zip(program.places, splits, strict=True)
-        if s.dimension is not None
-    }
+    ranks = program.ranks
+    cut = [i for i, s in enumerate(splits) if s.dimension is not None]
+    listed = ", ".join(
+        f"{program.places[i].path} {shown(arrays[i])} in dimension {splits[i].dimension}"
+        for i in cut
+    )
+    remedy = (
+        "If an array carries global sizes, as haliax's named arrays do, build it inside the loss"
+    )
+    for number in dict.fromkeys(program.places[i].argument for i in cut):
+        for other in (Split(), Split(0)):
+            own = {i: other for i in cut if program.places[i].argument == number}
+            changed = tuple(own.get(i, s) for i, s in enumerate(splits))
+            if changed == splits or all(s.dimension is None for s in changed):
+                continue
+            with contextlib.suppress(Exception):
+                program.part(arrays, changed)
+                spec = line(ranks.spec(other.dimension))
+                remedy = f"It runs with in_specs={{{program.arguments[number].name!r}: {spec}}}"
+                break
     return ValueError(
         f"{CALLER}: the loss works on the whole batch, but fails on the part of one of the "
-        f"{program.ranks.world} ranks, with {sorted(names)} split over {axis!r}. If one of these "
-        f"is not part of the batch, say so: in_specs={{{next(iter(names))!r}: P()}}. If an array "
-        "carries global sizes, as haliax's named arrays do, build it inside the loss. The error "
+        f"{ranks.world} ranks, with these split over {ranks.axis!r}: {listed}. {remedy}. The error "
         f"was: {type(error).__name__}: {error}"
     )
+
+
+def _require_plain(names: tuple[str, ...]) -> None:
+    """Raises ValueError inside a shard_map or pmap over one of the axes."""
+    inside = next((n for n in names if _compat.bound_by_mesh((n,))), None)
+    if inside is not None:
+        raise ValueError(
+            f"{CALLER}: it is for plain jit, but shard_map or pmap around this call gives each "
+            f"rank of axis {inside!r} its part of the batch already. Inside, take "
+            "jax.value_and_grad, and reduce the gradients with cgx_jax.sync_gradients or "
+            "cgx_jax.pmean_compressed."
+        )
 
 
 def _positive(wanted: Sequence[Wanted], count: int) -> tuple[Wanted, ...]:

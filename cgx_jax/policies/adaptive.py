@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax._types import Json, Pytree
+from cgx_jax.arguments import whole_number
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.host import agreement
@@ -346,12 +347,9 @@ class Adaptive(Policy):
 def _check_options(policy: Adaptive) -> None:
     """Raises ValueError for invalid options."""
     for name in ("warmup", "every", "sample_every", "max_plans"):
-        value = getattr(policy, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"Adaptive: {name}={value!r} must be an integer of 1 or more.")
-    runs, candidates = policy.sampler.runs, policy.sampler.candidates
-    if not isinstance(runs, int) or runs < 1:
-        raise ValueError(f"Adaptive: runs={runs!r} must be an integer of 1 or more.")
+        whole_number("Adaptive", name, getattr(policy, name), 1)
+    whole_number("Adaptive", "runs", policy.sampler.runs, 1)
+    candidates = policy.sampler.candidates
     if not 0 < policy.decay <= 1:
         raise ValueError(f"Adaptive: decay={policy.decay} is outside (0, 1]; 0.9 is usual.")
     if not 0 <= policy.hysteresis < 1:

@@ -6,13 +6,13 @@ import dataclasses
 
 import numpy as np
 
+from cgx_jax.arguments import whole_number
 from cgx_jax.policies import knapsack
 from cgx_jax.policies.problem import Problem, of_width
 from cgx_jax.policies.solvers import (
     Solver,
     candidates,
     check_constraint,
-    check_integer,
     check_range,
     error_limit,
 )
@@ -52,8 +52,8 @@ class Bayesian(Solver):
     def __post_init__(self) -> None:
         check_range(self)
         check_constraint(self)
-        check_integer("Bayesian", "trials", self.trials, 1)
-        check_integer("Bayesian", "seed", self.seed, 0)
+        whole_number("Bayesian", "trials", self.trials, 1)
+        whole_number("Bayesian", "seed", self.seed, 0)
 
     def check(self, bits: np.ndarray) -> None:
         candidates(self, bits)

@@ -7,6 +7,7 @@ import functools
 
 import numpy as np
 
+from cgx_jax.arguments import whole_number
 from cgx_jax.choice import auto
 from cgx_jax.choice.profile import METHODS, Profile
 from cgx_jax.kernels.wire import FUSION_BYTES
@@ -15,7 +16,6 @@ from cgx_jax.policies.problem import Problem, of_width
 from cgx_jax.policies.solvers import (
     Solver,
     check_constraint,
-    check_integer,
     error_limit,
 )
 
@@ -56,7 +56,7 @@ class LeastTime(Solver):
                 "pass what cgx_jax.tune or use_profile returns, or use LeastBytes()."
             )
         check_constraint(self)
-        check_integer("LeastTime", "fusion_bytes", self.fusion_bytes, 4)
+        whole_number("LeastTime", "fusion_bytes", self.fusion_bytes, 4)
 
     def check(self, bits: np.ndarray) -> None:
         of_width("LeastTime", "uniform_bits", self.uniform_bits, bits)

@@ -168,11 +168,31 @@ class Rules(Policy):
         for rule in self.rules:
             if not any(r is rule for r in first):
                 self._report(rule, leaves)
-        chosen = [self.default if rule is None else rule.compressor for rule in first]
-        return [
+        wanted = [self.default if rule is None else rule.compressor for rule in first]
+        chosen = [
             c if c.lossless or c.supports(leaf.dtype) else Identity()
-            for c, leaf in zip(chosen, leaves, strict=True)
+            for c, leaf in zip(wanted, leaves, strict=True)
         ]
+        if not self.default.lossless and all(c.lossless for c in chosen):
+            self._report_exact(leaves)
+        return chosen
+
+    def _report_exact(self, leaves: Sequence[Leaf]) -> None:
+        """Warns that no leaf is compressed, if that is not for their names and ranks alone."""
+        matrices = [x for x in leaves if len(x.shape) > 1]
+        if not matrices or sum(leaf.size for leaf in leaves) < MIN_SIZE:
+            return
+        most = max(matrices, key=lambda leaf: leaf.size)
+        why = f"fewer than {MIN_SIZE:,} values; Rules((), {self.default}, exact=()) takes these"
+        if not self.default.supports(most.dtype):
+            why = f"{self.default} does not take {most.dtype}; cast gradients to float32"
+        elif most.size >= MIN_SIZE:
+            return
+        warnings.warn(
+            f"Rules: all {len(leaves)} leaves are reduced exactly, also {most}: {why}.",
+            UserWarning,
+            stacklevel=2,
+        )
 
     @staticmethod
     def _report(rule: Rule, leaves: Sequence[Leaf]) -> None:

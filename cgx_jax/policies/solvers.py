@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-import operator
 import warnings
 from typing import Any
 
 import numpy as np
 
+from cgx_jax.arguments import whole_number
 from cgx_jax.policies import knapsack
 from cgx_jax.policies.problem import Problem, of_width
 
@@ -41,7 +41,7 @@ def check_range(solver: Any) -> None:
     """Raises unless the options `least` and `most` are widths in that order."""
     caller = type(solver).__name__
     for name in ("least", "most"):
-        check_integer(caller, name, getattr(solver, name), 1)
+        whole_number(caller, name, getattr(solver, name), 1)
     if solver.least > solver.most:
         raise ValueError(
             f"{caller}: least={solver.least} exceeds most={solver.most}; swap them, or make them "
@@ -53,19 +53,7 @@ def check_constraint(solver: Any) -> None:
     """Raises unless the options `alpha` and `uniform_bits` state an error constraint."""
     caller = type(solver).__name__
     check_positive(caller, "alpha", solver.alpha)
-    check_integer(caller, "uniform_bits", solver.uniform_bits, 1)
-
-
-def check_integer(caller: str, name: str, value: Any, least: int) -> None:
-    """Raises TypeError unless `value` is an integer, ValueError when it is under `least`."""
-    try:
-        under = operator.index(value) < least
-    except TypeError:
-        raise TypeError(
-            f"{caller}: {name}={value!r} is not an integer; pass a Python int."
-        ) from None
-    if under:
-        raise ValueError(f"{caller}: {name}={value} is below {least}; pass {least} or more.")
+    whole_number(caller, "uniform_bits", solver.uniform_bits, 1)
 
 
 def check_positive(caller: str, name: str, value: Any) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from cgx_jax.arguments import whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Stages:
     boundaries: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        policies, boundaries = tuple(self.policies), tuple(map(operator.index, self.boundaries))
+        policies, boundaries = tuple(self.policies), self.boundaries
+        boundaries = tuple(whole_number("Stages", "boundary", x) for x in boundaries)
         ascending = all(a < b for a, b in itertools.pairwise((0, *boundaries)))
         if len(policies) != len(boundaries) + 1 or not ascending:
             raise ValueError(

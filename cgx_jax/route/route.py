@@ -63,20 +63,35 @@ class Options:
         overlaps: bool = False,
     ) -> Options:
         """Checks the user's arguments against the bound axes and returns the options."""
-        sends: Exchange | Chooser
-        if isinstance(exchange, Chooser) and collective is Collective.ALL_REDUCE:
-            exchange.check(name, reduction, levels)
-            sends = exchange
-        else:
-            sends = auto.exchange_named(name, exchange)
-        sums = reduction_named(name, reduction)
-        if not isinstance(levels, Levels | None):
-            raise TypeError(
-                f"{name}: levels={levels!r} is not an instance of cgx_jax.reductions.Levels; pass "
-                'Levels("local") for an axis inside a node, or Levels(groups=...).'
-            )
+        sends, sums = ways_named(name, exchange, reduction, levels, collective)
         axes = Axes.resolve(name, axis_name, groups)
         return cls(name, axes, sends, sums, levels, mean, collective, overlaps)
+
+
+def ways_named(
+    name: str,
+    exchange: object,
+    reduction: Reduction | str | None,
+    levels: Levels | None,
+    collective: Collective = Collective.ALL_REDUCE,
+) -> tuple[Exchange | Chooser, Reduction | None]:
+    """Returns the exchange and the reduction that a user's arguments stand for.
+
+    Needs no axis, so transformations check their arguments when they are made. Raises ValueError
+    and TypeError for arguments that stand for nothing.
+    """
+    sends: Exchange | Chooser
+    if isinstance(exchange, Chooser) and collective is Collective.ALL_REDUCE:
+        exchange.check(name, reduction, levels)
+        sends = exchange
+    else:
+        sends = auto.exchange_named(name, exchange)
+    if not isinstance(levels, Levels | None):
+        raise TypeError(
+            f"{name}: levels={levels!r} is not an instance of cgx_jax.reductions.Levels; pass "
+            'Levels("local") for an axis inside a node, or Levels(groups=...).'
+        )
+    return sends, reduction_named(name, reduction)
 
 
 Choices = Sequence[tuple[Compressor, ...]]  # the compressors that each leaf may get, now or later

@@ -30,6 +30,7 @@ from cgx_jax.transforms.state import (
     SyncState,
     has_state,
     kept_by,
+    map_parts,
     restored,
 )
 
@@ -192,7 +193,19 @@ def require_own_row(caller: str, tree: Pytree) -> None:
             f"{caller}: the memory has {rows.pop()} rows here, but a rank has one. Inside "
             "shard_map, split the state: in_specs=cgx_jax.state_specs(state, axis_name). Under "
             "pmap, let each rank make its own: state = jax.pmap(tx.init, axis_name=...)(params), "
-            "with parameters that are replicated already."
+            "with parameters that are replicated already. A state of another number of ranks "
+            "needs cgx_jax.resize_state first."
+        )
+
+
+def require_rows_of(caller: str, state: Pytree, world: int) -> None:
+    """Raises ValueError unless the memories in `state`, a whole one, are those of `world` ranks."""
+    rows: set[int] = set()
+    map_parts(caller, state, lambda _, x: rows.add(x.shape[0]), lambda x: None)
+    if others := rows - {world}:
+        raise ValueError(
+            f"{caller}: the state is that of {others.pop()} ranks, but the axis has {world}; call "
+            f"cgx_jax.resize_state(state, {world}) first."
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
+from cgx_jax.arguments import whole_number
 from cgx_jax.axes import Axes, after, names_of
 from cgx_jax.leaves import leaves_of
 from cgx_jax.plan import Plan, resolve
@@ -175,19 +175,14 @@ class _Workers:
                 f"{self.name}: {unknown[0]!r} is not an option; it takes {sorted(_OPTIONS)} of "
                 "sync_gradients."
             )
-        whole_number(self.name, "every", self.every)
+        whole_number(self.name, "every", self.every, 1)
         whole_number(self.name, "delay", self.delay)
-        if not callable(self.fragments):
-            whole_number(self.name, "fragments", self.fragments)
         if isinstance(self.options.get("exchange"), Chooser):
             raise ValueError(
                 f"{self.name}: exchange is a tuner, which chooses by the time of single steps, but "
                 'most steps send nothing; name an exchange, such as exchange="mpi".'
             )
-        if self.every < 1:
-            raise ValueError(
-                f"{self.name}: every={self.every} must be 1 or more; 1 reduces in every step."
-            )
+        self._sync(self.policy)
         if not 0 <= self.delay < self.every:
             raise ValueError(
                 f"{self.name}: delay={self.delay} must be in [0, {self.every - 1}]: what is sent "
@@ -195,11 +190,8 @@ class _Workers:
             )
         if not isinstance(self.mix, int | float) or not 0 <= self.mix <= 1:
             raise ValueError(f"{self.name}: mix={self.mix} must be in [0, 1].")
-        if not callable(self.fragments) and not 1 <= self.fragments <= self.every:
-            raise ValueError(
-                f"{self.name}: fragments={self.fragments} must be in [1, {self.every}]: each is "
-                f"sent in a step of its own, every={self.every} steps."
-            )
+        if not callable(self.fragments):  # each is sent in a step of its own
+            whole_number(self.name, "fragments", self.fragments, 1, self.every)
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         import optax
@@ -441,17 +433,17 @@ class _Workers:
                 own,
                 round(place * self.every / len(numbers)) % self.every,
                 _holes(tree, own),
-                Sync.of(
-                    self.axis_name,
+                self._sync(
                     policy.subset(own) if isinstance(policy, Plan) and not whole else policy,
-                    mesh=self.mesh,
-                    name=self.name,
-                    specs=None if specs is None else _holes(specs, own),
-                    **self.options,
+                    None if specs is None else _holes(specs, own),
                 ),
             )
             for place, own in enumerate(numbers)
         ]
+
+    def _sync(self, policy: Any, specs: Pytree = None) -> Sync:
+        given = {"mesh": self.mesh, "name": self.name, "specs": specs}
+        return Sync.of(self.axis_name, policy, **given, **self.options)
 
     def _numbers(self, paths: list[str], nbytes: list[int]) -> list[tuple[int, ...]]:
         """Returns the numbers of the leaves of each fragment."""
@@ -496,14 +488,6 @@ def _holes(tree: Pytree, numbers: tuple[int, ...]) -> Pytree:
     leaves, treedef = jax.tree.flatten(tree)
     own = set(numbers)
     return jax.tree.unflatten(treedef, [x if i in own else None for i, x in enumerate(leaves)])
-
-
-def whole_number(caller: str, option: str, value: object) -> None:
-    """Raises TypeError unless `value` is an integer."""
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{caller}: {option}={value!r} must be an integer.") from None
 
 
 def _shared(axes: Axes, x: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax._types import Pytree
+from cgx_jax.arguments import whole_number
 from cgx_jax.transforms.state import PerRank, map_parts, sync_states
 
 _NAME = "resize_state"
@@ -36,9 +36,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
     different numbers of ranks, for rows on several processes, and for rows of integers that differ,
     since these have no mean.
     """
-    if operator.index(world) < 1:
-        raise ValueError(f"{_NAME}: world={world} must be 1 or more.")
-
+    world = whole_number(_NAME, "world", world, 1)
     if not sync_states(_NAME, state):
         raise ValueError(
             f"{_NAME}: the state holds no state of sync_gradients or diloco; pass the state "

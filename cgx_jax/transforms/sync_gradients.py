@@ -18,12 +18,12 @@ from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.leaves import dimensions_of, leaves_of
-from cgx_jax.plan import Plan, resolve
+from cgx_jax.plan import Plan, require_policy, resolve
 from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route.route import Chooser, Options, route
+from cgx_jax.route.route import Chooser, Options, route, ways_named
 from cgx_jax.route.rows import Scatter
 from cgx_jax.route.run import Inputs, no_ticket, run, start, watched
 from cgx_jax.transforms.checks import (
@@ -195,11 +195,12 @@ class Sync:
     ) -> Sync:
         """Checks the arguments of `sync_gradients`."""
         check_options(axis_name, mesh)
-        if isinstance(exchange, Chooser):
-            exchange.check(name, reduction, levels)
+        if not isinstance(policy, Plan | Stages):
+            require_policy(name, policy)
         how: dict[str, Any] = {"exchange": exchange, "reduction": reduction, "levels": levels}
         if dimensions is not None:
             how["collective"] = Collective.REDUCE_SCATTER
+        ways_named(name, **how)
         axes = axes_of(name, axis_name)
         given = {"name": name, "dimensions": dimensions, "specs": specs}
         return cls(axes, policy, memory, precondition, seed, mesh, how, **given)
@@ -222,7 +223,7 @@ class Sync:
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         statistics: Pytree = ()
         moments: Pytree = ()
-        known = leaves_of(params)
+        known = leaves_of(params, self.name)
         if isinstance(self.policy, Adaptive):
             statistics = self.policy.empty_statistics(known)
             choices: Choices = self.policy.choices(known)
