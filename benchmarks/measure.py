@@ -28,6 +28,8 @@ OPTIONS = {
     "segments": "bytes of a segment, list",
     "windows": "segments in flight, list",
     "tune": "seconds of tune",
+    "exchange": "how bytes travel",
+    "reductions": "list",
     "seconds": "for each setting",
     "reps": "repeats, at most",
 }

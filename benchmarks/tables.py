@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 import alpha_beta
-import cgx_jax
 import measure
 import predict
+from cgx_jax.compressors import BlockTopK, Compressor, Quantize, ScaledSign, TopK
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.kernels.wire import WIRE_VERSION
+from cgx_jax.reductions import GatherSum, Reduction, ScatterGather, Tree
 from cgx_jax.tuning.link_timer import size_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -445,9 +447,9 @@ def gpu_windows() -> str:
     return table(["method", *(f"{run['megabytes']:g} MB" for run in runs)], body)
 
 
-def one_shot(name: str = "one_shot") -> str:
+def gather_sum_mpi() -> str:
     body = []
-    made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows(name)}
+    made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows("gather_sum_mpi")}
     for world, size in sorted({key[:2] for key in made}):
         chunks, whole = made[world, size, "scatter_gather"], made[world, size, "gather_sum"]
         low, ratio, high = whole["ratio"]
@@ -468,10 +470,6 @@ def one_shot(name: str = "one_shot") -> str:
     return table(head, body)
 
 
-def one_shot_mpi() -> str:
-    return one_shot("one_shot_mpi")
-
-
 def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{_three_digits(seconds * 1e3)} ms"
 
@@ -479,10 +477,6 @@ def _duration(seconds: float) -> str:
 def _three_digits(number: float) -> str:
     """Returns three digits without an exponent; all digits before the point from 1,000 on."""
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
-
-
-def _power_of_two(row: dict[str, Any]) -> bool:
-    return not row["world"] & (row["world"] - 1)
 
 
 def _alpha_and_beta(measured: list[dict[str, Any]]) -> tuple[float, float]:
@@ -517,7 +511,7 @@ def algorithm_errors() -> str:
     """Bytes as a multiple of one payload, and errors, at the largest size."""
     every = rows("algorithms_error")
     largest = max(row["bytes"] for row in every)
-    payload = cgx_jax.Quantize(every[0]["bits"]).payload_bytes(largest // 4)
+    payload = Quantize(every[0]["bits"]).payload_bytes(largest // 4)
     made = {(r["world"], r["reduction"]): r for r in every if r["bytes"] == largest}
     body = []
     for world in sorted({world for world, _ in made}):
@@ -527,12 +521,16 @@ def algorithm_errors() -> str:
     return table(["ranks", *(f"{name}: bytes, error" for name in alpha_beta.REDUCTIONS)], body)
 
 
+PHASES = ("scatter_gather", "gather_sum")
+
+
 def algorithm_model() -> str:
     """The fastest reduction by the model, its time, and how much faster than scatter_gather.
 
     If several are within 1 % of the fastest, the first of them counts as the fastest.
     """
-    alpha, beta = _alpha_and_beta([row for row in rows("one_shot") if _power_of_two(row)])
+    small = [r for r in rows("algorithms") if r["bytes"] <= 4_000_000]
+    alpha, beta = _alpha_and_beta([r for r in small if r["reduction"] in PHASES])
     sizes = [4_000, 256_000, 4_000_000, 256_000_000]
     body = []
     for world in (2, 4, 8, 64, 512, 4096):
@@ -776,19 +774,23 @@ def predicted_steps() -> str:
     return table(["machine (model)", "reduction", "ms", *heads], body)
 
 
+SCALED: dict[str, tuple[Compressor, Reduction]] = {
+    "4 bits": (Quantize(4), ScatterGather()),
+    "4 bits, tree": (Quantize(4), Tree()),
+    "ScaledSign": (ScaledSign(), ScatterGather()),
+    "TopK 1 %": (TopK(0.01), GatherSum()),
+    "BlockTopK 5 of 512": (BlockTopK(5), ScatterGather()),
+}
+
+
 def scaling() -> str:
-    made = {(r["method"], r["world"]): r for r in rows("scaling")}
-    worlds = sorted({world for _, world in made})
-    body = [
-        [
-            name,
-            *(
-                f"{made[name, w]['sent_bytes'] / 1e6:.1f} MB, {made[name, w]['operations']:,}"
-                for w in worlds
-            ),
-        ]
-        for name in dict.fromkeys(name for name, _ in made)
-    ]
+    """The bytes of a leaf of 25 million values, by the format's arithmetic."""
+    worlds = (8, 64, 512, 4096)
+    body = []
+    for name, (code, reduction) in SCALED.items():
+        leaf = CodedLeaf(code, (25_000_000,), np.dtype(np.float32), 0)
+        sent = (reduction.bytes_sent((leaf,), w) for w in worlds)
+        body.append([name, *(f"{n / 1e6:.1f} MB" for n in sent)])
     return table(["100 MB of gradients", *(f"{w:,} ranks" for w in worlds)], body)
 
 
@@ -851,6 +853,7 @@ TABLES: dict[str, Callable[[], str]] = {
         compile_time_codes,
         delayed,
         fsdp_speed,
+        gather_sum_mpi,
         gpu_kernels,
         gpu_machines,
         gpu_ranks,
@@ -871,8 +874,6 @@ TABLES: dict[str, Callable[[], str]] = {
         native_code_steps,
         native_codes,
         nonfinite,
-        one_shot,
-        one_shot_mpi,
         overlap,
         power_sgd,
         predicted_steps,

@@ -38,7 +38,9 @@ def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
     if getattr(arguments, "png", None) and not importlib.util.find_spec("matplotlib"):
-        parser.error("--png needs matplotlib: pip install cgx-jax[demo]")
+        parser.error("--png needs matplotlib: pip install matplotlib")
+    if arguments.devices is not None and arguments.devices < 1:
+        parser.error(f"--devices {arguments.devices}: pass a number of 1 or more, such as 8")
     if getattr(arguments, "link", None):
         if not rig.joined():
             return _at_both_ends(arguments.link, parser)

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cgx_jax._types import Pytree
-from cgx_jax.compressors import Compressor, Quantize
+from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.base import CodedLeaf, require_stateless
 from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.leaves import Leaf, is_bare, leaves_of
-from cgx_jax.policies.rules import Policy, Uniform
+from cgx_jax.policies.rules import DEFAULT, Policy, Uniform
 from cgx_jax.reductions.named import reduction_of
 
 
@@ -41,13 +41,13 @@ class Plan:
         """Builds the plan for `tree` (arrays, tracers or ShapeDtypeStructs; local shapes).
 
         `policy` chooses a compressor for every leaf. A bare compressor stands for
-        `Uniform(compressor)`, and the default is `Quantize()`: leaves with ndim <= 1, under 1,024
-        values or named as biases and norms are exact, as in CGX. If `tree` is a bare array, a bare
-        compressor applies to it whatever its shape. `overrides` maps a leaf's path ("layer/kernel")
-        to its compressor, and takes precedence over the policy. Consecutive leaves share a buffer
-        of up to `fusion_bytes` uncompressed bytes. Raises ValueError for a path that is not in the
-        tree and for `fusion_bytes` below 1, and TypeError for an override that cannot encode its
-        leaf.
+        `Uniform(compressor)`, and the default is `Quantize(bits=4, rotation=True)`: leaves with
+        ndim <= 1, under 1,024 values or named as biases and norms are exact, as in CGX. If `tree`
+        is a bare array, a bare compressor applies to it whatever its shape. `overrides` maps a
+        leaf's path ("layer/kernel") to its compressor, and takes precedence over the policy.
+        Consecutive leaves share a buffer of up to `fusion_bytes` uncompressed bytes. Raises
+        ValueError for a path that is not in the tree and for `fusion_bytes` below 1, and TypeError
+        for an override that cannot encode its leaf.
         """
         if fusion_bytes <= 0:
             raise ValueError(f"Plan.build: fusion_bytes={fusion_bytes} must be positive.")
@@ -155,7 +155,7 @@ def _check_dtypes(caller: str, leaves: Sequence[Leaf]) -> None:
 def _choose(
     caller: str, leaves: Sequence[Leaf], policy: Compressor | Policy | None, bare: bool
 ) -> list[Compressor]:
-    policy = Quantize() if policy is None else policy
+    policy = DEFAULT if policy is None else policy
     require_policy(caller, policy)
     if isinstance(policy, Policy):
         return policy.choose(leaves)

@@ -191,15 +191,17 @@ def updated(tx, tree):
 
 
 HALVES = {  # one call each, of values whose sum float16 cannot hold and whose mean it can
-    "pmean": lambda t: cgx_jax.pmean_compressed(t, "data", exchange="xla"),
+    "pmean": lambda t: cgx_jax.pmean_compressed(t, "data", Quantize(4), exchange="xla"),
     "pmean, exact": lambda t: cgx_jax.pmean_compressed(t, "data", Identity()),
     "pmean, in groups": lambda t: cgx_jax.pmean_compressed(
         t, "data", Identity(), axis_index_groups=[[0, 2, 4, 6], [1, 3, 5, 7]]
     ),
-    "sync_gradients": lambda t: updated(cgx_jax.sync_gradients("data", exchange="xla"), t),
+    "sync_gradients": lambda t: updated(
+        cgx_jax.sync_gradients("data", Quantize(4), exchange="xla"), t
+    ),
     "scatter_gradients": lambda t: jax.tree.map(
         lambda x: lax.all_gather(x, "data", tiled=True),
-        updated(cgx_jax.transforms.scatter_gradients("data", exchange="xla"), t),
+        updated(cgx_jax.transforms.scatter_gradients("data", Quantize(4), exchange="xla"), t),
     ),
 }
 

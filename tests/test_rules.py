@@ -13,6 +13,7 @@ from flax import linen, nnx
 import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules
 from cgx_jax.policies import Uniform
+from cgx_jax.policies.rules import DEFAULT
 
 BIG = np.zeros((64, 64), np.float32)
 TREE = {
@@ -75,7 +76,7 @@ def test_the_first_rule_that_matches_chooses(rules, expected):
 def test_biases_norms_vectors_and_small_leaves_are_exact_unless_a_rule_says_otherwise():
     lossy = ["embed/table", "half", "layers/0/kernel", "layers/1/kernel"]
     assert takes(TREE, Uniform(Q4), Q4) == takes(TREE, Q4, Q4) == lossy
-    assert takes(TREE, Rules(()), Quantize()) == lossy
+    assert takes(TREE, Rules(()), DEFAULT) == takes(TREE, None, DEFAULT) == lossy
     everything = takes(TREE, Rules((), Q4, exact=()), Q4)
     # the norms' scale is float64 and the count is an integer: no quantizer takes them
     assert everything == [p for p in LEAVES if p != "count" and not p.endswith("scale")]

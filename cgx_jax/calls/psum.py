@@ -31,12 +31,12 @@ def psum_compressed(
 
     `tree` is a pytree of arrays of any shape and dtype. The result has the same shapes, and the
     dtypes that `lax.psum` returns; Python numbers give Python numbers. `compressor` is a compressor
-    (default `Quantize()`, 4 bits), a policy or a `Plan`. A single compressor leaves some leaves of
-    a tree exact: leaves with ndim <= 1, under 1,024 values, biases and norms, or of a dtype other
-    than f32, bf16 and f16. `lax.psum` sums exact leaves, those of fewer than 32 bits in 32 bits,
-    and small ones travel together. Pass `Rules` to choose differently. A bare array of a supported
-    dtype is compressed whatever its shape. `key` feeds stochastic rounding. All ranks pass the same
-    key, and every step needs a new one.
+    (default `Quantize(bits=4, rotation=True)`), a policy or a `Plan`. A single compressor leaves
+    some leaves of a tree exact: leaves with ndim <= 1, under 1,024 values, biases and norms, or of
+    a dtype other than f32, bf16 and f16. `lax.psum` sums exact leaves, those of fewer than 32 bits
+    in 32 bits, and small ones travel together. Pass `Rules` to choose differently. A bare array of
+    a supported dtype is compressed whatever its shape. `key` feeds stochastic rounding. All ranks
+    pass the same key, and every step needs a new one.
 
     `exchange` says how payloads travel:
 

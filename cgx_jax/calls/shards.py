@@ -43,8 +43,8 @@ def psum_scatter_compressed(
     and is not quantized again. Votes (`SignSGD`) come back as the sign that most ranks have, or 0
     in a tie. The derivative is that of `lax.psum_scatter`.
 
-    `compressor` is a compressor (default `Quantize()`, 4 bits), a policy or a `Plan`, as in
-    `psum_compressed`. A single compressor leaves some leaves of a tree exact: leaves with
+    `compressor` is a compressor (default `Quantize(bits=4, rotation=True)`), a policy or a `Plan`,
+    as in `psum_compressed`. A single compressor leaves some leaves of a tree exact: leaves with
     ndim <= 1, under 1,024 values, biases and norms, or of a dtype that it does not support. A
     bare array of a supported dtype is compressed whatever its shape. A policy sees whole leaves,
     before they are scattered.

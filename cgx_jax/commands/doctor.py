@@ -97,7 +97,7 @@ def _package(good: bool) -> Iterator[Finding]:
     if good:
         yield Finding("self-test", "decoded values are within the error bound")
     else:
-        again = "pip install --force-reinstall cgx-jax"
+        again = "in the checkout, pip install --force-reinstall --no-deps ."
         yield Finding("self-test", "failed: decoded values exceed the error bound", again)
     yield Finding("wire format", str(built["wire_format"]))
     usable = [e.shorthand for e in auto.available()]
@@ -115,7 +115,7 @@ def _memory() -> Iterator[Finding]:
 
 def _mpi() -> Iterator[Finding]:
     if importlib.util.find_spec("mpi4py") is None:
-        yield Finding("MPI", "mpi4py is not installed", "pip install cgx-jax[mpi]")
+        yield Finding("MPI", "mpi4py is not installed", "pip install mpi4py mpich")
         return
     # Remove the launcher's variables, so that the child does not join as this process's rank.
     alone = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
@@ -134,7 +134,7 @@ def _mpi() -> Iterator[Finding]:
     threads, _, version = said.partition("\n")
     if not version:
         why = " ".join(failed) or "its process ended without output"
-        yield Finding("MPI", f"mpi4py cannot be imported: {why}", "pip install cgx-jax[mpi]")
+        yield Finding("MPI", f"mpi4py cannot be imported: {why}", "pip install mpi4py mpich")
         return
     yield Finding("MPI", f"{installation.one_line(version)}, mpi4py {metadata.version('mpi4py')}")
     yield Finding(

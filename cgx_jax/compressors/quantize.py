@@ -36,6 +36,10 @@ class Quantize(PayloadCompressor):
     multiple of 32. Values are f32, bf16 or f16. A value costs bits + 64 / bucket_size bits on the
     wire. A bucket with a non-finite value, or whose range overflows fp32, decodes to NaN.
 
+    Without rotation, rounding to nearest moves a value by up to half a level of its bucket, (max -
+    min) / (2**bits - 1) / 2, which at 1 bit is half of the bucket's range. `error_bound` has the
+    bounds of all options.
+
     `rounding` is one of:
 
     * "nearest".

@@ -33,7 +33,7 @@ from cgx_jax.kernels import native, primitives, scaling
 from cgx_jax.kernels.primitives import Sent
 
 _log = logging.getLogger(__name__)
-_INSTALL = 'pip install "cgx-jax[mpi]" and start the processes with mpiexec'
+_INSTALL = "pip install mpi4py mpich and start the processes with mpiexec"
 
 
 _LIMITS = {

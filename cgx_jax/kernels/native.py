@@ -20,12 +20,9 @@ from cgx_jax.kernels.wire import WIRE_VERSION
 
 _CUDA = "cgx_jax_cuda13"
 DRIVER = 13000  # the oldest, as cudaDriverGetVersion numbers them
-_REINSTALL = "pip install --force-reinstall --no-deps cgx-jax -C cgx.native="
-CPU_REMEDY = f"install a C++17 compiler, then {_REINSTALL}on"
-CUDA_REMEDY = (
-    f"pip install cgx-jax-cuda13=={__version__}; or put nvcc (CUDA 13 or newer) on PATH "
-    f"or name it in CUDACXX, then {_REINSTALL}cuda"
-)
+_REINSTALL = "then, in the checkout, pip install --force-reinstall --no-deps . -C cgx.native="
+CPU_REMEDY = f"install a C++17 compiler, {_REINSTALL}on"
+CUDA_REMEDY = f"put nvcc (CUDA 13 or newer) on PATH or name it in CUDACXX, {_REINSTALL}cuda"
 
 
 @functools.cache
@@ -56,7 +53,7 @@ def cuda_module() -> ModuleType | None:
         if (other := metadata.version("cgx-jax-cuda13")) != __version__:
             raise ImportError(
                 f"cgx-jax-cuda13 has version {other}, and cgx-jax has {__version__}; they must be "
-                f"the same: pip install cgx-jax-cuda13=={__version__}"
+                "the same: in the checkout, pip install . ./cmake/cuda13"
             )
     native = _import(_CUDA, constants.CUDA)
     # Without a driver there is no GPU, but programs for one may be compiled.

@@ -17,6 +17,8 @@ from cgx_jax.compressors import Compressor, Identity, Quantize
 from cgx_jax.leaves import Leaf
 
 MIN_SIZE = 1024
+# What calls take if the user names no compressor: the width of CGX, with the least loss per bit.
+DEFAULT = Quantize(bits=4, rotation=True)
 
 
 class Policy(abc.ABC):
@@ -141,7 +143,7 @@ class Rules(Policy):
     """
 
     rules: Sequence[Rule]
-    default: Compressor = dataclasses.field(default_factory=Quantize)
+    default: Compressor = DEFAULT
     exact: Sequence[Rule] = EXACT
 
     def __post_init__(self) -> None:
@@ -217,7 +219,7 @@ class Uniform(Policy):
     In every call that takes a policy, a bare compressor stands for `Uniform` of it.
     """
 
-    compressor: Compressor = dataclasses.field(default_factory=Quantize)
+    compressor: Compressor = DEFAULT
 
     def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
         return Rules((), self.compressor).choose(leaves)
