@@ -2,7 +2,6 @@
 
     python benchmarks/auto_choice.py --json benchmarks/results/auto_choice.jsonl
     python benchmarks/auto_choice.py --rates 1gbit --worlds 2 --sizes 4k,25M    # a quick look
-    python benchmarks/auto_choice.py --picture benchmarks/results/auto_choice.jsonl --png FILE
 
 On each link `tune` measures for `--tune` seconds. Then `lax.psum`, and each exchange with each
 reduction that `tune` measures, take turns on one leaf at 4 bits, as in tuner.py. "auto" takes one
@@ -16,7 +15,6 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,7 +36,7 @@ RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = measure.parser(
+    return measure.parser(
         __doc__,
         rates=",".join(RATES),
         worlds="2,4",
@@ -46,17 +44,11 @@ def parse_arguments() -> argparse.Namespace:
         tune=20.0,
         seconds=5.0,
         reps=101,
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw these results")
-    parser.add_argument("--png", type=Path, help="there (default demo/auto_choice.png)")
-    return parser.parse_args()
+    ).parse_args()
 
 
 def main() -> int:
     arguments = parse_arguments()
-    if arguments.picture:
-        draw(arguments.picture, arguments.png or Path("demo/auto_choice.png"))
-        return 0
     if rank_of_process() is None:
         return launch(arguments)
     ranks = Ranks(int(arguments.worlds))
@@ -133,38 +125,6 @@ def taken(ranks: Ranks, values: int) -> str:
         return "psum"
     once = way.reduction.shorthand == "gather_sum"
     return way.exchange.shorthand + "/gather_sum" * once
-
-
-def draw(results: Path, png: Path) -> None:
-    """Draws a panel per link and world: the speed of every choice by size, and of auto."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = measure.rows(results)
-    worlds = sorted({row["world"] for row in rows})
-    rates = [rate for rate in RATES if any(row["links"] == rate for row in rows)]
-    figure, axes = plt.subplots(
-        len(worlds), len(rates), figsize=(4 * len(rates), 3.4 * len(worlds)), squeeze=False
-    )
-    for (i, world), (j, rate) in itertools.product(enumerate(worlds), enumerate(rates)):
-        cells = sorted(
-            (r for r in rows if (r["links"], r["world"]) == (rate, world)), key=lambda r: r["bytes"]
-        )
-        panel = axes[i][j]
-        sizes = [cell["bytes"] for cell in cells]
-        for name in cells[0]["speeds"] if cells else ():
-            panel.plot(sizes, [cell["speeds"][name][1] for cell in cells], label=name)
-        took = [cell["speeds"][cell["auto"]][1] for cell in cells]
-        panel.plot(sizes, took, "ko", label="auto")
-        panel.set(xscale="log", yscale="log", title=f"{rate}, {world} ranks", xlabel="bytes")
-    axes[0][0].set_ylabel("times lax.psum's speed")
-    axes[0][0].legend(fontsize="small")
-    figure.tight_layout()
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=120)
-    print(f"written to {png}")
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class Axes:
                     "params). Or wrap them in "
                     "cgx_jax.reduce_in_backward(params, axis_name) and drop this call. On an "
                     "explicit mesh, outside of shard_map, differentiate at cgx_jax.reduced(params, "
-                    "axis_name, policy)."
+                    "axis_name, policy), with the policy of this call."
                 )
 
     def sum(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:

@@ -105,7 +105,7 @@ class Plan:
             if own != leaf:
                 raise ValueError(
                     f"{caller}: leaf {i} is {leaf}, but the plan has {own}; build the plan from "
-                    "the tree that you reduce (inside shard_map: from its local shapes; for "
+                    "the tree that you reduce (inside shard_map and with specs=: from shards; for "
                     "all_gather_compressed: from its result)."
                 )
         if len(leaves) != len(self.leaves):

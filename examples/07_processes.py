@@ -3,7 +3,7 @@
 One command starts all processes here, one rank each:
 
     python 07_processes.py           # over gloo, XLA's own collectives for CPUs
-    python 07_processes.py --mpi     # in fused calls over MPI: pip install "cgx-jax[mpi]" mpich
+    python 07_processes.py --mpi     # in fused calls over MPI: pip install mpi4py mpich
 
 On a cluster, start the ranks yourself. Over gloo, give each its number and the first machine's
 host:port: `--rank 3 --world 16 --coordinator host:port`. Over MPI, use your launcher:
@@ -45,7 +45,7 @@ def start_ranks(given: argparse.Namespace) -> int:
         own = Path(sys.executable).with_name("mpiexec")  # preferably the environment's
         mpiexec = own if own.exists() else shutil.which("mpiexec")
         if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
-            sys.exit('07_processes.py --mpi needs MPI: pip install "cgx-jax[mpi]" mpich')
+            sys.exit("07_processes.py --mpi needs MPI: pip install mpi4py mpich")
         launched = [str(mpiexec), "-n", str(given.world), *command, "--mpi", "--rank", "0"]
         return subprocess.call(launched)
     with socket.socket() as probe:

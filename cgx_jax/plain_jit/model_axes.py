@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cgx_jax._types import Pytree
@@ -27,7 +26,6 @@ from cgx_jax.plain_jit.arguments import (
 from cgx_jax.plain_jit.split import Ranks
 from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.inner_axes import check_spec, on_shards, shards_of
-from cgx_jax.transforms.state import SyncState
 
 _REPLICATED: Any = PartitionSpec()
 
@@ -113,24 +111,6 @@ class Shards:
         specs = self.specs or [_REPLICATED] * len(arrays)
         shapes: list[jax.ShapeDtypeStruct] = shards_of(list(arrays), specs, ranks.mesh)
         return shapes
-
-    @property
-    def sharded(self) -> bool:
-        """Whether any parameter is sharded over the other axes."""
-        return any(map(len, self.specs))
-
-    def placed(self, state: SyncState, ranks: Ranks) -> SyncState:
-        """Returns a state whose memories are sharded like the parameters."""
-        explicit = self.axes & set(ranks.mesh.abstract_mesh.explicit_axes)
-        place: Any = jax.reshard if explicit else lax.with_sharding_constraint
-
-        def own(memory: Pytree) -> Pytree:
-            specs = [PartitionSpec(ranks.axis, *s) for s in self.specs]
-            at = [NamedSharding(ranks.mesh, spec) for spec in specs]
-            leaves, treedef = jax.tree.flatten(memory)
-            return jax.tree.unflatten(treedef, map(place, leaves, at))
-
-        return state._replace(memory=tuple(map(own, state.memory)))
 
 
 def as_now(specs: Pytree) -> Pytree:

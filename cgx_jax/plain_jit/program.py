@@ -336,13 +336,13 @@ class Program:
         if wrong:
             (what, found), axis = wrong[0], self.ranks.axis
             raise ValueError(
-                f"{CALLER}: {what} is not known to be a mean over the examples: {found.why}. If "
-                'the loss divides by a count, return (sum, count) with loss="ratio", both as they '
-                "are, without a floor or a small number added to the count. Pass "
-                f"axis_name={axis!r} to a BatchNorm; average another statistic of the batch with "
-                f"jax.lax.pmean(statistic, {axis!r}); gather examples that meet with "
-                f"jax.lax.all_gather(examples, {axis!r}, tiled=True). If the mean of the ranks' "
-                "losses is what you want, trust=True skips this check."
+                f"{CALLER}: {what} is not known to be a mean over the examples: {found.why}. What "
+                "to write depends on what is computed there. A division by a count or by a sum of "
+                'weights: loss="ratio", and return (sum, count) as they are, without a floor or a '
+                f"small number added to the count. A BatchNorm: axis_name={axis!r}. Another "
+                f"statistic of the batch: jax.lax.pmean(statistic, {axis!r}). Examples that meet: "
+                f"jax.lax.all_gather(examples, {axis!r}, tiled=True). The mean of the ranks' "
+                "losses, whatever plain jit computes: trust=True, without this check."
             )
 
     def outputs(

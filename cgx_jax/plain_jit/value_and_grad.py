@@ -39,6 +39,7 @@ from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.transforms.checks import require_rows_of, require_type
+from cgx_jax.transforms.inner_axes import init_on_shards
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.state import SyncState, state_specs
@@ -228,12 +229,10 @@ class ValueAndGrad:
         ranks = Ranks.of(options.names, options.mesh or _mesh(options.names, arrays))
         shards = Shards.of(arguments, arrays, places, ranks, self._specs, single=options.single)
         shards.require_whole()
-        if not shards.sharded:
-            return self._mean.init(tree, ranks.mesh)
-        # Compiled, so that no device ever holds the memory of a whole parameter.
-        init = lambda tree: shards.placed(self._mean.init(tree, ranks.mesh), ranks)  # noqa: E731
-        out: Pytree = jax.jit(init)(tree)
-        return out
+        init = functools.partial(self._mean.init, mesh=ranks.mesh)
+        sharded = any(map(len, shards.specs))
+        specs = jax.tree.unflatten(jax.tree.structure(tree), shards.specs) if sharded else None
+        return init_on_shards(CALLER, init, tree, specs, options.names, ranks.mesh)
 
     def apply(self, state: Pytree, *args: Pytree, **kwargs: Pytree) -> tuple[Pytree, Pytree]:
         """Returns ((value, gradients), the state after the step)."""

@@ -88,6 +88,8 @@ class _Walk:
             return [pair.given[1]]
         lost = next((r for r in pair.given if r.kind is Kind.UNKNOWN), None)
         if lost is not None:
+            if not lost.why.endswith(")"):  # a constant, which has no line of its own
+                lost = unknown(f"{lost.why}{where(pair.small)}")
             return [lost] * pair.count
         if any(pair.grown(i) is None for i in range(len(pair.given))):
             return [pair.refuse("an operand whose shape depends on the batch size")] * pair.count
