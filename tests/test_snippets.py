@@ -138,9 +138,6 @@ def step(state, batch):
 state = None
 """
     ),
-    "docs/troubleshooting.md": Fragments(
-        after={"logging.basicConfig()": 'logging.getLogger("cgx_jax").setLevel(logging.NOTSET)'}
-    ),
     "docs/training_loops.md": Fragments(
         before="""
 policy, optimizer = cgx_jax.Quantize(bits=4), optax.sgd(0.1)
