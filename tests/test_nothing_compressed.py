@@ -124,6 +124,11 @@ def test_trees_that_the_rules_keep_exact_are_told(leaf, why):
 
 SILENT = {
     "biases and norms": lambda: cgx_jax.Plan.build({"b": jnp.ones(4096)}, Quantize(4)),
+    "integers": lambda: cgx_jax.Plan.build({"n": np.zeros((64, 64), np.int32)}, Quantize(4)),
+    "exact by a rule": lambda: cgx_jax.Plan.build(
+        {"w": jnp.ones((8, 96)), "v": jnp.ones((8, 96))},
+        cgx_jax.Rules([cgx_jax.Rule(cgx_jax.Identity())]),
+    ),
     "few values": lambda: cgx_jax.Plan.build({"w": jnp.ones((8, 8))}, Quantize(4)),
     "exact by choice": lambda: cgx_jax.Plan.build({"w": jnp.ones((8, 96))}, cgx_jax.Identity()),
     "a named exchange": lambda: reduced(ranks(8), lambda x: psum(x, exchange="xla")),

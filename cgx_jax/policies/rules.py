@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -176,12 +177,17 @@ class Rules(Policy):
             for c, leaf in zip(wanted, leaves, strict=True)
         ]
         if not self.default.lossless and all(c.lossless for c in chosen):
-            self._report_exact(leaves)
+            asked = (any(rule is own for own in self.rules) for rule in first)
+            self._report_exact([x for x, own in zip(leaves, asked, strict=True) if not own])
         return chosen
 
     def _report_exact(self, leaves: Sequence[Leaf]) -> None:
-        """Warns that no leaf is compressed, if that is not for their names and ranks alone."""
-        matrices = [x for x in leaves if len(x.shape) > 1]
+        """Warns that none of these leaves is compressed for its size or dtype, if any is a matrix.
+
+        Nobody expects that of integers.
+        """
+        floating = (x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
+        matrices = [x for x in floating if len(x.shape) > 1]
         if not matrices or sum(leaf.size for leaf in leaves) < MIN_SIZE:
             return
         most = max(matrices, key=lambda leaf: leaf.size)
