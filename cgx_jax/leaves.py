@@ -64,13 +64,13 @@ def leaves_of(tree: Pytree, caller: str = "cgx_jax") -> list[Leaf]:
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not hasattr(x, "dtype") and not isinstance(x, SCALARS):
             raise TypeError(
-                f"{caller}: leaf {path_of(path)!r} is {x!r}, which is no array; take it out of the "
-                "tree, as equinox.filter(tree, equinox.is_inexact_array) does."
+                f"{operand_of(caller, path_of(path))} is {x!r}, which is no array; take it out "
+                "of the tree, as equinox.filter(tree, equinox.is_inexact_array) does."
             )
         aval = jax.typeof(x) if not hasattr(x, "dtype") else x
         if aval.dtype == jax.dtypes.float0:
             raise TypeError(
-                f"{caller}: leaf {path_of(path)!r} is the gradient of an integer (float0); "
+                f"{operand_of(caller, path_of(path))} is the gradient of an integer (float0); "
                 "differentiate the leaves that are trained, without those of integers."
             )
         out.append(Leaf(path_of(path), tuple(aval.shape), aval.dtype))

@@ -338,7 +338,7 @@ REFUSED = {
     "a square matrix of as many rows as examples": (
         lambda p, x, y: vag(lambda p, x, m: (x @ p["a"]["w"] @ m).mean())(p, x, jnp.ones((64, 64))),
         r"fails on the part.* x float32\[64,32\] .*m float32\[64,64\] in dimension 0. "
-        r"It runs with in_specs=\{'m': P\(\)\}",
+        r"If that fits the batch, .*in_specs=\{'m': P\(\)\}",
     ),
     "features over the axis": (
         lambda p, x, y: vag()(p, jax.device_put(x, NamedSharding(auto_mesh(), P(None, "data"))), y),
@@ -390,6 +390,10 @@ REFUSED = {
             cgx_jax.resize_state(vag(memory=ErrorFeedback()).init(p), 4), p, x, y
         ),
         r"the state is that of 4 ranks, but the axis has 8; call cgx_jax.resize_state\(state, 8\)",
+    ),
+    "no state": (
+        lambda p, x, y: vag(memory=ErrorFeedback()).apply(None, p, x, y),
+        r"the state has a NoneType in the place of SyncState",
     ),
     "arguments in another order": (
         lambda p, x, y: vag(memory=ErrorFeedback()).apply(

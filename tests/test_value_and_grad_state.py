@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,3 +115,14 @@ def test_memory_of_model_sharded_parameters_lies_with_their_shards(case):
     check_close(grads, want[1])
     assert grads["a"]["w"].sharding.spec == P(None, "model")
     assert state.memory[0]["a"]["w"].shape == (4, 32, 64)
+
+
+def test_memory_of_a_module_that_can_be_called_lies_with_its_shards():
+    mesh = auto_mesh((4, 2), ("data", "model"))
+    model = eqx.filter(eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0)), eqx.is_array)
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, P("model")))  # noqa: E731
+    f = cgx_jax.value_and_grad(
+        None, "data", Quantize(4), mesh=mesh, memory=ErrorFeedback(), exchange="xla"
+    )
+    state = f.init(jax.tree.map(place, model))
+    assert state.memory[0].layers[0].weight.sharding.spec == P("data", "model")

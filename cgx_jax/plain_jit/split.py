@@ -194,12 +194,18 @@ def _refuse(
     """Raises ValueError with an in_specs that splits the arrays of the commonest length."""
     # What is known to be split elsewhere than along its rows may be so by mistake.
     open_ = [i for i, split in enumerate(found) if split is None or split.dimension]
-    lengths = Counter(arrays[i].shape[0] for i in open_)
+
+    def known(i: int) -> int | None:
+        split = found[i]
+        return None if split is None else split.dimension
+
+    lengths = Counter(arrays[i].shape[0] for i in open_ if found[i] is None)
     size = lengths.most_common(1)[0][0]
     written = {}
     for number in dict.fromkeys(places[i].argument for i in open_):
         own = [i for i, p in enumerate(places) if p.argument == number]
-        specs = [ranks.spec(0 if arrays[i].shape[:1] == (size,) else None) for i in own]
+        dimensions = [0 if arrays[i].shape[:1] == (size,) else known(i) for i in own]
+        specs = [ranks.spec(d) for d in dimensions]
         one = line(specs[0]) if len(set(specs)) == 1 else None
         written[arguments[number].name] = one or arguments[number].parameters(map(line, specs))
     at = (f" split in dimension {s.dimension}" if s else "" for s in map(found.__getitem__, open_))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ def value_and_grad(
     in_specs: Mapping[Any, Any] | None = None,
     aux_specs: Pytree = None,
     specs: Pytree = None,
-    weights: Compressor | Policy | Plan = _EXACT,
+    weights: Compressor | Policy | Plan | None = _EXACT,
     trust: bool = False,
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
@@ -137,6 +137,8 @@ def value_and_grad(
     with the value, the limit and the remedy.
     """
     names = names_of(axis_name)
+    if weights is None:  # as by default
+        weights = _EXACT
     if mesh is not None:
         Ranks.of(names, mesh)
     if loss not in ("mean", "ratio"):
@@ -207,7 +209,6 @@ class ValueAndGrad:
         memories, which are split over the axis, and sharded like the parameters over the others.
         """
         options = self._options
-        _require_plain(options.names)
         arguments: list[Argument] = []
         arrays: list[jax.Array] = []
         places: list[Place] = []
@@ -236,6 +237,7 @@ class ValueAndGrad:
 
     def apply(self, state: Pytree, *args: Pytree, **kwargs: Pytree) -> tuple[Pytree, Pytree]:
         """Returns ((value, gradients), the state after the step)."""
+        require_type(CALLER, state, SyncState)
         return self._run(state, args, kwargs)
 
     def _run(self, state: Pytree, args: Pytree, kwargs: Pytree) -> tuple[Pytree, Pytree]:
@@ -246,8 +248,6 @@ class ValueAndGrad:
                 "value_and_grad inside the step."
             )
         _require_plain(options.names)
-        if state is not None:
-            require_type(CALLER, state, SyncState)
         wanted = _positive(options.wanted, len(args))
         arguments, arrays, places = arguments_of(self._loss_fn, args, kwargs, wanted)
         mesh = options.mesh or _mesh(options.names, arrays)
@@ -429,20 +429,26 @@ def _of_a_part(
         f"{program.places[i].path} {shown(arrays[i])} in dimension {splits[i].dimension}"
         for i in cut
     )
+
+    def others() -> Iterator[str]:
+        """Yields the entries of in_specs with which the loss can be traced."""
+        for number in dict.fromkeys(program.places[i].argument for i in cut):
+            own = [i for i in cut if program.places[i].argument == number]
+            for other in (Split(), Split(0)):
+                changed = tuple(other if i in own else s for i, s in enumerate(splits))
+                whole = all(s.dimension is None for s in changed)
+                uneven = other.dimension == 0 and any(arrays[i].shape[0] % ranks.world for i in own)
+                if changed == splits or whole or uneven:
+                    continue
+                with contextlib.suppress(Exception):
+                    program.part(arrays, changed)
+                    yield f"{program.arguments[number].name!r}: {line(ranks.spec(other.dimension))}"
+
     remedy = (
         "If an array carries global sizes, as haliax's named arrays do, build it inside the loss"
     )
-    for number in dict.fromkeys(program.places[i].argument for i in cut):
-        for other in (Split(), Split(0)):
-            own = {i: other for i in cut if program.places[i].argument == number}
-            changed = tuple(own.get(i, s) for i, s in enumerate(splits))
-            if changed == splits or all(s.dimension is None for s in changed):
-                continue
-            with contextlib.suppress(Exception):
-                program.part(arrays, changed)
-                spec = line(ranks.spec(other.dimension))
-                remedy = f"It runs with in_specs={{{program.arguments[number].name!r}: {spec}}}"
-                break
+    if entry := next(others(), None):
+        remedy = f"If that fits the batch, the loss can be traced with in_specs={{{entry}}}"
     return ValueError(
         f"{CALLER}: the loss works on the whole batch, but fails on the part of one of the "
         f"{ranks.world} ranks, with these split over {ranks.axis!r}: {listed}. {remedy}. The error "

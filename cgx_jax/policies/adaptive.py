@@ -345,7 +345,7 @@ class Adaptive(Policy):
 
 
 def _check_options(policy: Adaptive) -> None:
-    """Raises ValueError for invalid options."""
+    """Raises ValueError or TypeError for invalid options."""
     for name in ("warmup", "every", "sample_every", "max_plans"):
         whole_number("Adaptive", name, getattr(policy, name), 1)
     whole_number("Adaptive", "runs", policy.sampler.runs, 1)

@@ -177,8 +177,9 @@ class Rules(Policy):
             for c, leaf in zip(wanted, leaves, strict=True)
         ]
         if not self.default.lossless and all(c.lossless for c in chosen):
-            asked = (any(rule is own for own in self.rules) for rule in first)
-            self._report_exact([x for x, own in zip(leaves, asked, strict=True) if not own])
+            asked = [r for r in self.rules if r.compressor.lossless]
+            pairs = zip(leaves, first, strict=True)
+            self._report_exact([x for x, rule in pairs if not any(rule is r for r in asked)])
         return chosen
 
     def _report_exact(self, leaves: Sequence[Leaf]) -> None:
@@ -191,13 +192,13 @@ class Rules(Policy):
         if not matrices or sum(leaf.size for leaf in leaves) < MIN_SIZE:
             return
         most = max(matrices, key=lambda leaf: leaf.size)
-        why = f"fewer than {MIN_SIZE:,} values; Rules((), {self.default}, exact=()) takes these"
+        why = f"fewer than {MIN_SIZE:,} values; Rules(..., exact=()) compresses these too"
         if not self.default.supports(most.dtype):
             why = f"{self.default} does not take {most.dtype}; cast gradients to float32"
         elif most.size >= MIN_SIZE:
             return
         warnings.warn(
-            f"Rules: all {len(leaves)} leaves are reduced exactly, also {most}: {why}.",
+            f"Rules: all leaves are reduced exactly, also {most}: {why}.",
             UserWarning,
             stacklevel=2,
         )

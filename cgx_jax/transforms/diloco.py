@@ -450,7 +450,7 @@ class _Workers:
         if not paths:
             return [()]
         if callable(self.fragments):
-            chosen = [self.fragments(path) for path in paths]
+            chosen = [int(x) if isinstance(x, bool) else x for x in map(self.fragments, paths)]
             for number in chosen:
                 whole_number(self.name, "fragments(path)", number)
             count = max(chosen, default=0) + 1

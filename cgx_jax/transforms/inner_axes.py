@@ -40,7 +40,8 @@ def specs_of(
         mesh = jax.sharding.get_abstract_mesh()
     leaves = leaves_of(tree)
     treedef: jax.tree_util.PyTreeDef = jax.tree.structure(tree)
-    if callable(specs):
+    # A model of Equinox can be called, but as a tree of specs it is no function.
+    if callable(specs) and jax.tree_util.all_leaves([specs]):
         given: list[Any] = [specs(leaf.path) for leaf in leaves]
     else:
         try:

@@ -224,12 +224,14 @@ class Sync:
         statistics: Pytree = ()
         moments: Pytree = ()
         known = leaves_of(params, self.name)
+        # With their dtypes in jit: without x64, NumPy's float64 becomes float32.
+        like = jax.eval_shape(lambda tree: tree, params)
         if isinstance(self.policy, Adaptive):
             statistics = self.policy.empty_statistics(known)
             choices: Choices = self.policy.choices(known)
         else:
             stages = self.policy.policies if isinstance(self.policy, Stages) else (self.policy,)
-            plans = [p if isinstance(p, Plan) else resolve(self.name, params, p) for p in stages]
+            plans = [p if isinstance(p, Plan) else resolve(self.name, like, p) for p in stages]
             for plan in plans:
                 check_paths(self.name, plan, known)
             known, choices = list(plans[0].leaves), _choices(plans)
