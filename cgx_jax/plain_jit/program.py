@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cgx_jax._types import Pytree
+from cgx_jax.leaves import SCALARS
 from cgx_jax.plain_jit.arguments import (
     CALLER,
     Argument,
@@ -57,7 +58,7 @@ from cgx_jax.relations.walk import relate
 # a dimension.
 Output = str | int | None
 _EMPTY: Mapping[int, Gather] = MappingProxyType({})
-_NUMBERS = (jax.Array, np.ndarray, np.generic, int, float, complex)
+_NUMBERS = (jax.Array, np.ndarray, *SCALARS)
 _ALONE = "with one example per rank, the program is another than with more"
 _AUX = 'P(axis) for one row per example, "mean", "sum", or P() for what is the same on every rank'
 

@@ -204,13 +204,14 @@ def _refuse(
     written = {}
     for number in dict.fromkeys(places[i].argument for i in open_):
         own = [i for i, p in enumerate(places) if p.argument == number]
-        dimensions = [0 if arrays[i].shape[:1] == (size,) else known(i) for i in own]
-        specs = [ranks.spec(d) for d in dimensions]
+        specs = [ranks.spec(0 if arrays[i].shape[:1] == (size,) else known(i)) for i in own]
         one = line(specs[0]) if len(set(specs)) == 1 else None
         written[arguments[number].name] = one or arguments[number].parameters(map(line, specs))
-    at = (f" split in dimension {s.dimension}" if s else "" for s in map(found.__getitem__, open_))
-    pairs = zip(open_, at, strict=True)
-    listed = ", ".join(f"{places[i].path} {shown(arrays[i])}{where}" for i, where in pairs)
+    listed = ", ".join(
+        f"{places[i].path} {shown(arrays[i])}"
+        + ("" if found[i] is None else f" split in dimension {known(i)}")
+        for i in open_
+    )
     raise ValueError(
         f"{CALLER}: which arrays hold the batch is not known, since these dimensions differ: "
         f"{listed}. Say which are split over {ranks.axis!r} and which every rank has whole, for "

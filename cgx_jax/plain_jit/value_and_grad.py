@@ -252,6 +252,8 @@ class ValueAndGrad:
         arguments, arrays, places = arguments_of(self._loss_fn, args, kwargs, wanted)
         mesh = options.mesh or _mesh(options.names, arrays)
         ranks = Ranks.of(options.names, mesh)
+        if state is not None:
+            require_rows_of(CALLER, state, ranks.world)
         program = Program(
             self._loss_fn,
             arguments,
@@ -264,7 +266,6 @@ class ValueAndGrad:
         step = self._step(program, arrays)
         if state is not None:
             step.shards.require_whole()
-            require_rows_of(CALLER, state, ranks.world)
         value, grads, aux, rests, state = self._execute(step, arrays, state)
         objects = [x for x in (*args, *kwargs.values()) if is_nnx(x)]
         for owner, rest in zip(objects, rests, strict=True):

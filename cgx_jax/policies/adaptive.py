@@ -15,21 +15,20 @@ import numpy as np
 from cgx_jax._types import Json, Pytree
 from cgx_jax.arguments import whole_number
 from cgx_jax.axes import Axes
-from cgx_jax.compressors import Compressor, Quantize
+from cgx_jax.compressors import Compressor
 from cgx_jax.host import agreement
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import checkpoint, statistics
 from cgx_jax.policies.checkpoint import Known, Packed, Progress, pack, saved_leaves, unpack
 from cgx_jax.policies.decide import Compressors, Decision, Refresh, Subject, decide, last_norm
-from cgx_jax.policies.rules import Policy, Uniform
+from cgx_jax.policies.rules import DEFAULT, Policy, Uniform
 from cgx_jax.policies.solvers import LeastBytes, Solver
 from cgx_jax.policies.statistics import Sampler, Statistics
 from cgx_jax.policies.training_loop import Names, TrainingLoop
 
-START = Quantize(4, rotation=True)
 # Steps between asking for statistics and using them, so that the host does not wait for them.
 LAG = 4
-CANDIDATES = tuple(dataclasses.replace(START, bits=bits) for bits in range(2, 9))
+CANDIDATES = tuple(dataclasses.replace(DEFAULT, bits=bits) for bits in range(2, 9))
 
 
 class Adaptive(Policy):
@@ -75,7 +74,7 @@ class Adaptive(Policy):
         max_plans: int = 3,
     ) -> None:
         self.solver = LeastBytes() if solver is None else solver
-        self.base = Uniform(START) if base is None else base
+        self.base = Uniform() if base is None else base
         self.sampler = Sampler(tuple(candidates), runs)
         self.warmup, self.every = warmup, every
         self.sample_every, self.decay = sample_every, decay

@@ -73,8 +73,14 @@ class _Walk:
             twin, relation = env[other]
             return relation if twin is one else _DEPENDS
 
+        def operand(one: Any, other: Any, eqn: Any) -> Relation:
+            """Says where a literal is used, since it has no line of its own."""
+            found = read(one, other)
+            return unknown(f"{found.why}{where(eqn)}") if found.why and _is_literal(one) else found
+
         for one, other in zip(steps, others, strict=True):
-            operands = tuple(map(read, one.invars, other.invars))
+            pairs = zip(one.invars, other.invars, strict=True)
+            operands = tuple(operand(x, y, one) for x, y in pairs)
             results = self.equation(Pair(self.world, self.axes, one, other, operands))
             env.update(zip(other.outvars, zip(one.outvars, results, strict=True), strict=True))
         return [read(x, y) for x, y in zip(small.outvars, large.outvars, strict=True)]
@@ -88,8 +94,6 @@ class _Walk:
             return [pair.given[1]]
         lost = next((r for r in pair.given if r.kind is Kind.UNKNOWN), None)
         if lost is not None:
-            if not lost.why.endswith(")"):  # a constant, which has no line of its own
-                lost = unknown(f"{lost.why}{where(pair.small)}")
             return [lost] * pair.count
         if any(pair.grown(i) is None for i in range(len(pair.given))):
             return [pair.refuse("an operand whose shape depends on the batch size")] * pair.count

@@ -30,7 +30,7 @@ from cgx_jax.transforms.state import (
     SyncState,
     has_state,
     kept_by,
-    map_parts,
+    ranks_in,
     restored,
 )
 
@@ -200,9 +200,7 @@ def require_own_row(caller: str, tree: Pytree) -> None:
 
 def require_rows_of(caller: str, state: Pytree, world: int) -> None:
     """Raises ValueError unless the memories in `state`, a whole one, are those of `world` ranks."""
-    rows: set[int] = set()
-    map_parts(caller, state, lambda _, x: rows.add(x.shape[0]), lambda x: None)
-    if others := rows - {world}:
+    if others := ranks_in(caller, state) - {world}:
         raise ValueError(
             f"{caller}: the state is that of {others.pop()} ranks, but the axis has {world}; call "
             f"cgx_jax.resize_state(state, {world}) first."

@@ -10,7 +10,7 @@ import numpy as np
 
 from cgx_jax._types import Pytree
 from cgx_jax.arguments import whole_number
-from cgx_jax.transforms.state import PerRank, map_parts, sync_states
+from cgx_jax.transforms.state import PerRank, map_parts, ranks_in, sync_states
 
 _NAME = "resize_state"
 
@@ -42,8 +42,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
             f"{_NAME}: the state holds no state of sync_gradients or diloco; pass the state "
             "of a chain with one of them."
         )
-    rows: set[int] = set()
-    map_parts(_NAME, state, lambda _, x: rows.add(x.shape[0]), lambda x: x)
+    rows = ranks_in(_NAME, state)
     if len(rows) > 1:
         raise ValueError(
             f"{_NAME}: the state has rows for {sorted(rows)} ranks. If these are ranks of several "

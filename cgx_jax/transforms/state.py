@@ -155,8 +155,7 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
     names = names_of(axis_name)
     require_axes(caller, names, mesh)
     world = math.prod(mesh.shape[n] for n in names)
-    rows: set[int] = set()
-    map_parts(caller, state, lambda _, x: rows.add(x.shape[0]), lambda x: None)
+    rows = ranks_in(caller, state)
 
     def check(path: Any, spec: PartitionSpec, x: Any) -> NamedSharding:
         if len(spec) and x.shape[0] != world:
@@ -211,6 +210,13 @@ def map_parts(
         return _kind(caller, x) is not None
 
     return jax.tree.map(each, state, is_leaf=is_state)
+
+
+def ranks_in(caller: str, state: Pytree) -> set[int]:
+    """Returns of how many ranks the arrays in a whole state are that have a row for each."""
+    rows: set[int] = set()
+    map_parts(caller, state, lambda _, x: rows.add(x.shape[0]), lambda x: x)
+    return rows
 
 
 def sync_states(caller: str, state: Pytree) -> list[SyncState]:
