@@ -342,7 +342,7 @@ LOSSES = {
     ),
     "a count less one": (
         lambda p, x, y: errors_of(p, x, y).sum() / (len(x) - 1),
-        r"a number depends on the batch size: 7.0 on a rank, 63.0 in all \(test_value_and_grad_outputs",
+        r"a number depends on the batch size: 7.0 on a rank, 63.0 in all \(test_value_and_grad_out",
     ),
     "turns": (
         lambda p, x, y: lax.fori_loop(0, len(x), lambda i, c: c / 2, loss_fn(p, x, y)),
