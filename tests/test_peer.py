@@ -3,6 +3,8 @@
 tests/cpp/cuda/peer_test.cc checks its bytes.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import jaxlib.version
@@ -46,22 +48,55 @@ def test_it_is_refused_for_other_devices(built, mesh):
         jax.jit(psum(mesh)).lower(values())
 
 
+def call_in(step, mesh, *operands):
+    """Returns the line of the call in a program of `step` for CUDA."""
+    f = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
+    module = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = [text for text in module.splitlines() if "@cgx_all_reduce_peer" in text]
+    return line
+
+
 @needs_streams
-def test_a_call_has_its_timeout(built, mesh):
-    f = jax.shard_map(
-        lambda x: cgx_jax.psum_compressed(x, "data", exchange=Peer(timeout=12.5)),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P(),
+@pytest.mark.parametrize(
+    ("exchange", "attribute"),
+    [
+        (Peer(timeout=12.5), "timeout_ms = 12500 : i64"),
+        (Peer(), "in_host = 0 : i64"),
+        (Peer(memory="host"), "in_host = 1 : i64"),
+    ],
+)
+def test_a_call_has_its_options(exchange, attribute, built, mesh):
+    step = partial(cgx_jax.psum_compressed, axis_name="data", exchange=exchange)
+    assert attribute in call_in(step, mesh, values())
+
+
+@needs_streams
+@pytest.mark.parametrize("bucket_size", [512, 1024])
+def test_the_kernel_multiplies_by_units(bucket_size, built, mesh):
+    transform = cgx_jax.sync_gradients(
+        "data",
+        cgx_jax.Quantize(bits=4, bucket_size=bucket_size, rotation=True),
+        precondition=cgx_jax.SecondMoment(),
+        exchange=Peer(),
     )
-    module = jax.jit(f).trace(values()).lower(lowering_platforms=("cuda",)).as_text()
-    assert "timeout_ms = 12500 : i64" in module
+
+    def step(x):
+        gradients = x.reshape(64, 64)
+        return transform.update(gradients, transform.init(gradients))[0]
+
+    # The keys, the leaf, its rows and its columns.
+    assert call_in(step, mesh, values()).count("%") == 1 + 4
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0001, 2e9, float("nan")])
 def test_an_impossible_timeout_is_refused(timeout):
     with pytest.raises(ValueError, match=rf"Peer: timeout={timeout} must be in \[0\.001, 1e\+09\]"):
         Peer(timeout=timeout)
+
+
+def test_another_memory_is_refused():
+    with pytest.raises(ValueError, match="Peer: memory='disk' must be 'device' or 'host'"):
+        Peer(memory="disk")
 
 
 def test_halves_go_by_kernels_around_collectives(built, mesh):
@@ -100,6 +135,7 @@ def test_an_nccl_without_windows_of_peers_is_refused(version, refused, built, me
         return version
 
     monkeypatch.setattr(peer.metadata, "version", installed)
+    assert Peer(memory="host").missing() is None
     if refused:
         with pytest.raises(ValueError, match=r"NCCL is 2\.28\.9, but must be 2\.29 or newer; pip"):
             jax.make_jaxpr(psum(mesh))(values())

@@ -41,7 +41,7 @@ class OnCommunicator(Exchange):
     """
 
     calls: ClassVar[dict[Collective, Primitive]]  # the fused calls
-    longest_in_units: ClassVar[int] = 0  # bucket whose values they multiply by units
+    longest_in_units: ClassVar[float]  # bucket whose values they multiply by units
 
     def here(self) -> bool:
         version = jax.devices()[0].client.platform_version.lower()
@@ -111,7 +111,7 @@ class Nccl(OnCommunicator):
     streams: int = 1
 
     shorthand: ClassVar[str] = "nccl"
-    longest_in_units: ClassVar[int] = LONGEST_IN_UNITS
+    longest_in_units: ClassVar[float] = LONGEST_IN_UNITS
     tuned: ClassVar[tuple[str, ...]] = ("streams",)
     can: ClassVar[frozenset[str]] = xla.Xla.can | {collective.value for collective in Collective}
 

@@ -100,6 +100,25 @@ struct Buffers {
   }
 };
 
+// Units of leaves, and the numbers behind them.
+struct Factors {
+  std::vector<std::vector<float>> numbers;
+
+  // Units of a leaf of that many values. The factors out of them are no powers of two.
+  cgx::LeafUnits of(int64_t size, std::mt19937& rng) {
+    int64_t rows = 40;
+    while (size % rows != 0) --rows;
+    for (const int64_t count : {rows, size / rows}) {
+      auto& both = numbers.emplace_back(2 * count);
+      for (int64_t i = 0; i < count; ++i) {
+        both[count + i] = 1 + static_cast<float>(rng() % 1000) / 300;
+        both[i] = 1 / both[count + i];
+      }
+    }
+    return {numbers[numbers.size() - 2].data(), numbers.back().data(), rows, size / rows};
+  }
+};
+
 [[maybe_unused]] std::vector<cgx::SlotSpec> leaves_of(int64_t bits, int64_t bucket,
                                                       int64_t rounding, int64_t rotation = 0,
                                                       int64_t segment = 0) {

@@ -246,9 +246,9 @@ def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl, reduction:
             lambda x, axis: jax.lax.psum(x.astype("bfloat16"), axis).astype(x.dtype)
         )
     on_gpu = arguments.platform == "cuda"
-    stands_for = {"nccl": nccl if on_gpu else "xla", "peer": Peer() if on_gpu else "xla"}
+    stands_for = {"nccl": nccl, "peer": Peer(), "host": Peer(memory="host")}
     for exchange in arguments.exchanges.split(","):
-        taken = stands_for.get(exchange, exchange)
+        taken = stands_for.get(exchange, exchange) if on_gpu else "xla"
         methods[exchange] = mapped(
             lambda x, axis, e=taken, **tiled: ours(x, axis, compressor, exchange=e, **tiled, **how)
         )

@@ -73,6 +73,7 @@ for world in 2 4 8; do
     $((65536 / scale)) 20 2 gather_sum
   step "virtual_peers_${world}_odd" 20 "$programs/virtual_peers" $world $((1000003 / scale)) 3
   step "virtual_peers_$world" 30 "$programs/virtual_peers" $world $((25000000 / scale)) 20
+  step "virtual_peers_${world}_host" 30 "$programs/virtual_peers" $world $((1000000 / scale)) 20 host
 done
 
 # Processes that share a GPU take turns on it unless the multi-process service runs them together.
@@ -146,7 +147,7 @@ if [ -n "${NEW_NCCL:-}${REHEARSAL:-}" ]; then
     transport p2p_$world --world $world --transport p2p --exchanges xla,nccl,peer \
       --megabytes 0.1,1,4,25,100
   done
-  transport host --world 2 --transport host --megabytes 0.1,1,4,25,100
+  transport host --world 2 --transport host --exchanges xla,nccl,host --megabytes 0.1,1,4,25,100
   transport host_segments --world 2 --transport host --exchanges nccl --megabytes 25,100 \
     --segment-bytes 262144,1048576,8388608
 else

@@ -40,18 +40,6 @@ __device__ void clear_unit(const Piece& piece, int number) {
   for (int i = threadIdx.x % kWarp; i < words; i += kWarp) to[i] = 0;
 }
 
-// The units of a table's pieces: none, or one per piece.
-template <int kPieces>
-__device__ const LeafUnits* units_of(const TableOf<kPieces>&, int) {
-  return nullptr;
-}
-__device__ const LeafUnits* units_of(const TableInUnits& table, int p) { return &table.leaves[p]; }
-
-template <typename Table>
-constexpr bool kInUnits = std::is_same_v<Table, TableInUnits>;
-template <typename Table>
-using FactorsOf = std::conditional_t<kInUnits<Table>, LeafFactors, NoFactors>;
-
 // Does this warp's share of the units [first, end). work(piece, number of the piece) returns a
 // function, which is then called with the number of each unit in that piece. So what the units of a
 // piece share is computed once.
@@ -92,7 +80,7 @@ __device__ void clear_record(const Bucket& bucket, uint8_t* record) {
 
 template <typename Table, int kTiles, bool kStochastic, bool kResidual>
 __global__ void __launch_bounds__(kThreads,
-                                  blocks_of(kTiles, false, kStochastic, kResidual, kInUnits<Table>))
+                                  blocks_of(kTiles, false, kStochastic, kResidual, Table::kInUnits))
     encode_kernel(const __grid_constant__ Table table, const EncodeArgs args) {
   const int32_t own = rank_of(args.rank);
   for_each_unit(table, 0, table.units, [&](const Piece& piece, int p) {
@@ -105,7 +93,7 @@ __global__ void __launch_bounds__(kThreads,
       const Bucket bucket(piece, rotation, number);
       uint8_t* const record = args.payload + bucket.record();
       if (piece.chunk == own) return clear_record<kResidual>(bucket, record);
-      const FactorsOf<Table> factors(bucket, units_of(table, p));
+      const FactorsOf<Table> factors(bucket, table.leaf_units(p));
       encode_values<kTiles, kStochastic, kResidual>(bucket, {seed.bucket(bucket.of_leaf()), offset},
                                                     factors, record);
     };
@@ -142,7 +130,7 @@ __device__ bool reduce_units(const Table& table, const ReduceArgs& args, int32_t
         any |= masked;
         if (masked != kLeftOut) return;
       }
-      const FactorsOf<Table> factors(bucket, units_of(table, p));
+      const FactorsOf<Table> factors(bucket, table.leaf_units(p));
       reduce_records<kTiles, kAhead, kStochastic, kResidual>(
           bucket, {seed.bucket(bucket.of_leaf()), 0.0f}, factors, args.payload, args.chunk_bytes,
           args.world, own, divide, args.divisor, args.chunk + bucket.record());
@@ -153,7 +141,7 @@ __device__ bool reduce_units(const Table& table, const ReduceArgs& args, int32_t
 
 template <typename Table, int kTiles, bool kStochastic, bool kResidual>
 __global__ void __launch_bounds__(kThreads,
-                                  blocks_of(kTiles, true, kStochastic, kResidual, kInUnits<Table>))
+                                  blocks_of(kTiles, true, kStochastic, kResidual, Table::kInUnits))
     reduce_kernel(const __grid_constant__ Table table, const ReduceArgs args) {
   const int32_t own = rank_of(args.rank);
   const int first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
@@ -168,13 +156,13 @@ __global__ void __launch_bounds__(kThreads,
 }
 
 template <typename Table>
-__global__ void __launch_bounds__(kThreads, decode_blocks(kInUnits<Table>))
+__global__ void __launch_bounds__(kThreads, decode_blocks(Table::kInUnits))
     decode_kernel(const __grid_constant__ Table table, const DecodeArgs args) {
   for_each_unit(table, 0, table.units, [&](const Piece& piece, int p) {
     const LeafSeed rotation = Rotation::leaf_seed(piece.number);
     return [=, &piece, &table](int number) {
       const Bucket bucket(piece, rotation, number);
-      const FactorsOf<Table> factors(bucket, units_of(table, p));
+      const FactorsOf<Table> factors(bucket, table.leaf_units(p));
       decode_record(bucket, factors, args.payload + bucket.record());
     };
   });

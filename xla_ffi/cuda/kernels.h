@@ -52,16 +52,23 @@ constexpr int64_t kTableUnits = CGX_TABLE_UNITS;
 
 template <int kPieces>
 struct TableOf {
+  static constexpr bool kInUnits = false;
   Piece piece[kPieces];
   int32_t units;  // of all pieces
   int32_t count;
   int32_t tiles;  // of the longest bucket
+
+  // The units of a piece's leaf.
+  CGX_HD const LeafUnits* leaf_units(int) const { return nullptr; }
 };
 using Table = TableOf<kManyPieces>;
 // The kernels for leaves with units have one size of table, and buckets of one tile.
 constexpr int kPiecesInUnits = 338;
 struct TableInUnits : TableOf<kPiecesInUnits> {
+  static constexpr bool kInUnits = true;
   LeafUnits leaves[kPiecesInUnits];  // the units of each piece's leaf
+
+  CGX_HD const LeafUnits* leaf_units(int p) const { return &leaves[p]; }
 };
 static_assert(sizeof(TableOf<kFewPieces>) <= 4000 && sizeof(Table) <= 32668 &&
                   sizeof(TableInUnits) <= 32668,

@@ -10,20 +10,26 @@
 namespace cgx {
 namespace {
 
+// Two warps for each quarter of a multiprocessor leave each the most registers that a thread can
+// have, and long buckets in units need more than three leave.
+constexpr int threads_of(bool in_units, int tiles) {
+  return in_units && tiles != 1 && kPeerThreads > 256 ? 256 : kPeerThreads;
+}
+
 // One warp's part of a launch. Warps synchronize only through flags.
-template <int kTiles, bool kResidual>
+template <typename Table, int kTiles, bool kResidual>
 class PeerWarp {
  public:
-  __device__ PeerWarp(const PeerTable& table, const PeerArgs& args)
+  __device__ PeerWarp(const Table& table, const PeerArgs& args)
       : table_(table),
         args_(args),
-        state_(reinterpret_cast<WindowState*>(args.window)),
+        state_(args.state),
         divide_(args.divisor),
         epoch_(state_->epoch + 1),
         lane_(threadIdx.x % kWarp),
-        warps_(gridDim.x * (kPeerThreads / kWarp)),
+        warps_(gridDim.x * kWarps),
         // All lanes have the same number. The shuffle tells the compiler so.
-        warp_(blockIdx.x * (kPeerThreads / kWarp) +
+        warp_(blockIdx.x * kWarps +
               __shfl_sync(kEveryLane, static_cast<int>(threadIdx.x) / kWarp, 0)) {}
 
   __device__ __forceinline__ void run() {
@@ -46,8 +52,9 @@ class PeerWarp {
   }
 
  private:
+  static constexpr int kWarps = threads_of(Table::kInUnits, kTiles) / kWarp;  // of a block
   // One less than in the kernel that only reduces: all steps share one set of registers here.
-  static constexpr int kAhead = kTiles == 1 ? 3 : 2;
+  static constexpr int kAhead = (kTiles == 1 ? 3 : 2) - Table::kInUnits;
 
   struct Place {
     int64_t record;
@@ -55,8 +62,14 @@ class PeerWarp {
   };
 
   __device__ uint8_t* window(int rank) const { return state_->window[rank]; }
-  __device__ uint8_t* payload(int rank, Leg leg) const {
-    return args_.shape.payload(window(rank), leg);
+  // Where `rank` finds the records of others for its chunk, and where it finds those of a chunk's
+  // mean: u8[world, row_bytes].
+  __device__ uint8_t* records(int rank) const {
+    return args_.shape.payload(window(rank), Leg::kToOwner);
+  }
+  __device__ uint8_t* means(int rank, int chunk) const {
+    return args_.shape.payload(window(args_.shape.in_host ? chunk : rank), Leg::kFromOwner) +
+           chunk * args_.row_bytes;
   }
   __device__ uint64_t* arrived(int rank, Leg leg, int packet, int from) const {
     return args_.shape.arrived(window(rank), leg, packet, from);
@@ -104,7 +117,7 @@ class PeerWarp {
   }
 
   __device__ void send_to_owner(bool takes_part, int to, int* next) const {
-    uint8_t* const row = payload(to, Leg::kToOwner) + args_.own * args_.row_bytes;
+    uint8_t* const row = records(to) + args_.own * args_.row_bytes;
     for_each_packet(to, next, [&](int packet, int first, int end) {
       if (!takes_part) {
         if (kResidual) poison(first, end, /*results=*/false);
@@ -112,6 +125,7 @@ class PeerWarp {
       }
       for_each_unit(first, end, [&](int p) {
         const Piece& piece = table_.piece[p];
+        const LeafUnits* const units = table_.leaf_units(p);
         const LeafSeed rotation = Rotation::leaf_seed(piece.number);
         const bool noisy = piece.rounding != Rounding::kNearest;
         const LeafSeed seed = noisy ? noise_of<true>(args_.keys, piece) : LeafSeed(0, 0, 0);
@@ -121,9 +135,9 @@ class PeerWarp {
           const Bucket bucket(piece, rotation, number);
           const Noise noise{seed.bucket(bucket.of_leaf()), offset};
           uint8_t* const record = row + bucket.record();
-          const NoFactors none;
-          noisy ? encode_values<kTiles, true, kResidual>(bucket, noise, none, record)
-                : encode_values<kTiles, false, kResidual>(bucket, noise, none, record);
+          const FactorsOf<Table> factors(bucket, units);
+          noisy ? encode_values<kTiles, true, kResidual>(bucket, noise, factors, record)
+                : encode_values<kTiles, false, kResidual>(bucket, noise, factors, record);
         };
       });
       __syncwarp();
@@ -133,8 +147,8 @@ class PeerWarp {
 
   __device__ void reduce(bool takes_part, int* next) const {
     const int world = args_.shape.world, own = args_.own;
-    const uint8_t* const rows = payload(own, Leg::kToOwner);
-    const int64_t row = own * args_.row_bytes;
+    const uint8_t* const rows = records(own);
+    uint8_t* const mean = means(own, own);
     for_each_packet(own, next, [&](int packet, int first, int end) {
       const bool sends = lane_ < world && lane_ != own;
       const uint64_t* const flag = arrived(own, Leg::kToOwner, packet, lane_);
@@ -142,20 +156,21 @@ class PeerWarp {
         if (kResidual) poison(first, end, /*results=*/false);
         return;
       }
-      uint8_t* const means = payload(own, Leg::kFromOwner) + row;
       for_each_unit(first, end, [&](int p) {
         const Piece& piece = table_.piece[p];
+        const LeafUnits* const units = table_.leaf_units(p);
         const LeafSeed rotation = Rotation::leaf_seed(piece.number);
         const bool noisy = piece.rounding != Rounding::kNearest;
         const LeafSeed seed = noisy ? noise_of<true>(args_.keys + 2, piece) : LeafSeed(0, 0, 0);
         return [=, &piece](int number) {
           const Bucket bucket(piece, rotation, number);
           const Noise noise{seed.bucket(bucket.of_leaf()), 0.0f};
-          uint8_t* const record = means + bucket.record();
+          const FactorsOf<Table> factors(bucket, units);
+          uint8_t* const record = mean + bucket.record();
           const auto reduce = [&](auto stochastic) {
             reduce_records<kTiles, kAhead, decltype(stochastic)::value, kResidual>(
-                bucket, noise, NoFactors(), rows, args_.row_bytes, world, own, divide_,
-                args_.divisor, record);
+                bucket, noise, factors, rows, args_.row_bytes, world, own, divide_, args_.divisor,
+                record);
           };
           noisy ? reduce(std::true_type()) : reduce(std::false_type());
         };
@@ -166,16 +181,15 @@ class PeerWarp {
   // Sends the means of the rank's own chunk. Each packet is sent by the warp that computed it.
   __device__ void send_means(int to, int* next) const {
     const int own = args_.own;
-    const int64_t row = own * args_.row_bytes;
-    const uint8_t* const means = payload(own, Leg::kFromOwner) + row;
+    const uint8_t* const here = means(own, own);
+    uint8_t* const there = means(to, own);
     for_each_packet(own, next, [&](int packet, int first, int end) {
-      if (to != own) {
+      if (there != here) {
         // A packet's records lie one after the other, and start at multiples of 4 bytes.
         const Place head = place(first), tail = place(end - 1);
         const int words = static_cast<int>((tail.record + tail.bytes - head.record) / 4);
-        const auto* const from = reinterpret_cast<const uint32_t*>(means + head.record);
-        auto* const at =
-            reinterpret_cast<uint32_t*>(payload(to, Leg::kFromOwner) + row + head.record);
+        const auto* const from = reinterpret_cast<const uint32_t*>(here + head.record);
+        auto* const at = reinterpret_cast<uint32_t*>(there + head.record);
         for (int i = lane_; i < words; i += kWarp) at[i] = from[i];
       }
       __syncwarp();
@@ -184,7 +198,7 @@ class PeerWarp {
   }
 
   __device__ void receive(bool takes_part, int chunk, int* next) const {
-    const uint8_t* const row = payload(args_.own, Leg::kFromOwner) + chunk * args_.row_bytes;
+    const uint8_t* const row = means(args_.own, chunk);
     for_each_packet(chunk, next, [&](int packet, int first, int end) {
       const uint64_t* const flag = arrived(args_.own, Leg::kFromOwner, packet, chunk);
       if (!takes_part || !wait(lane_ == 0 ? flag : nullptr)) {
@@ -193,10 +207,12 @@ class PeerWarp {
       for_each_unit(first, end, [&](int p) {
         Piece piece = table_.piece[p];
         piece.out = table_.result[p];
+        const LeafUnits* const units = table_.leaf_units(p);
         const LeafSeed rotation = Rotation::leaf_seed(piece.number);
         return [=](int number) {
           const Bucket bucket(piece, rotation, number);
-          decode_record(bucket, NoFactors(), row + bucket.record());
+          const FactorsOf<Table> factors(bucket, units);
+          decode_record(bucket, factors, row + bucket.record());
         };
       });
     });
@@ -247,7 +263,7 @@ class PeerWarp {
     }
   }
 
-  const PeerTable& table_;
+  const Table& table_;
   const PeerArgs& args_;
   WindowState* const state_;
   const Divide divide_;
@@ -255,46 +271,55 @@ class PeerWarp {
   const int lane_, warps_, warp_;
 };
 
-template <int kTiles, bool kResidual>
-__global__ void __launch_bounds__(kPeerThreads, 1)
-    peer_kernel(const __grid_constant__ PeerTable table, const __grid_constant__ PeerArgs args) {
-  PeerWarp<kTiles, kResidual>(table, args).run();
+template <typename Table, int kTiles, bool kResidual>
+__global__ void __launch_bounds__(threads_of(Table::kInUnits, kTiles), 1)
+    peer_kernel(const __grid_constant__ Table table, const __grid_constant__ PeerArgs args) {
+  PeerWarp<Table, kTiles, kResidual>(table, args).run();
 }
 
 // Half of the blocks that the device can run at once, or fewer if there is less work. All blocks of
 // a launch must run at once, because a waiting warp may wait for any warp of another device. The
 // other half is left to kernels that XLA runs beside the call.
 template <typename Kernel>
-cudaError_t blocks_of(Kernel kernel, const PeerTable& table, int world, int sharers, int* blocks) {
+cudaError_t blocks_of(Kernel kernel, int threads, const PeerTable& table, int world, int sharers,
+                      int* blocks) {
   int device, processors, held;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&held, kernel, kPeerThreads, 0);
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&held, kernel, threads, 0);
   }
   if (error != cudaSuccess) return error;
   const int share = processors * held / 2 / sharers, most = share > 1 ? share : 1;
-  constexpr int kWarps = kPeerThreads / kWarp;
+  const int warps = threads / kWarp;
   const int packets = table.chunk[world] / table.packet + world;
-  const int useful = (packets + kWarps - 1) / kWarps;
+  const int useful = (packets + warps - 1) / warps;
   *blocks = useful < most ? useful : most;
   return cudaSuccess;
 }
 
-template <typename Kernel>
-cudaError_t launch(Kernel kernel, const PeerTable& table, const PeerArgs& args, int sharers,
+template <typename Table>
+constexpr auto kernel_of(int tiles, bool residual) {
+  return tiles <= 1 ? (residual ? peer_kernel<Table, 1, true> : peer_kernel<Table, 1, false>)
+                    : (residual ? peer_kernel<Table, 0, true> : peer_kernel<Table, 0, false>);
+}
+
+template <typename Table>
+cudaError_t launch(const Table& table, const PeerArgs& args, bool residual, int sharers,
                    cudaStream_t stream) {
+  const auto kernel = kernel_of<Table>(table.tiles, residual);
+  const int threads = threads_of(Table::kInUnits, table.tiles);
   int blocks;
-  const cudaError_t error = blocks_of(kernel, table, args.shape.world, sharers, &blocks);
+  const cudaError_t error = blocks_of(kernel, threads, table, args.shape.world, sharers, &blocks);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute together = {};
   together.id = cudaLaunchAttributeCooperative;
   together.val.cooperative = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kPeerThreads);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = stream;
   config.attrs = &together;
   config.numAttrs = sharers == 1;  // a device may run cooperative launches one by one
@@ -303,19 +328,24 @@ cudaError_t launch(Kernel kernel, const PeerTable& table, const PeerArgs& args, 
 
 }  // namespace
 
-cudaError_t launch_peer(const PeerTable& table, const PeerArgs& args, bool residual,
-                        cudaStream_t stream, int sharers) {
-  const auto kernel = table.tiles <= 1 ? (residual ? peer_kernel<1, true> : peer_kernel<1, false>)
-                                       : (residual ? peer_kernel<0, true> : peer_kernel<0, false>);
-  return launch(kernel, table, args, sharers, stream);
+cudaError_t launch_peer(const PeerTableInUnits& table, const PeerArgs& args, PeerOptions options,
+                        cudaStream_t stream) {
+  const PeerTable& without = table;
+  return options.in_units ? launch(table, args, options.residual, options.sharers, stream)
+                          : launch(without, args, options.residual, options.sharers, stream);
 }
 
 cudaError_t load_peer_kernels() {
   cudaError_t error = cudaSuccess;
-  for (auto* kernel :
-       {peer_kernel<1, false>, peer_kernel<1, true>, peer_kernel<0, false>, peer_kernel<0, true>}) {
+  const auto load = [&](auto kernel) {
     cudaFuncAttributes unused;
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&unused, kernel);
+  };
+  for (const int tiles : {1, 2}) {
+    for (const bool residual : {false, true}) {
+      load(kernel_of<PeerTable>(tiles, residual));
+      load(kernel_of<PeerTableInUnits>(tiles, residual));
+    }
   }
   return error;
 }

@@ -21,6 +21,11 @@
 //
 // So records need no second buffer. But the records of the two legs never share memory, and every
 // launch has packets, so it waits for every rank.
+//
+// Windows may lie in host memory, for devices that cannot map each other's. Every byte then crosses
+// the device's link, so a rank writes its means only into its own window, and all ranks read them
+// there. The second rule holds for them too. They need no memory of their own: they take the row of
+// the records that the rank would send to itself.
 #ifndef CGX_CUDA_PEER_H_
 #define CGX_CUDA_PEER_H_
 
@@ -48,7 +53,7 @@ constexpr int kPackets = CGX_PEER_PACKETS;  // per chunk and launch, at most
 constexpr int kPeerThreads = CGX_PEER_THREADS;
 constexpr int64_t kPacketValues = CGX_PEER_PACKET;  // approximate: packets are whole buckets
 
-// What a device keeps at the start of its own window. No other device touches it.
+// What a device keeps for a window, in its own memory. No other device touches it.
 struct WindowState {
   uint8_t* window[kMaxPeers];  // every rank's, as this device maps it
   uint64_t epoch;              // launches that have ended
@@ -60,42 +65,52 @@ enum class Leg { kToOwner, kFromOwner };
 
 // Where things lie in a window; the same on all ranks.
 struct WindowShape {
-  int64_t area_bytes;  // for the records of one leg; the two legs never share memory
+  int64_t area_bytes;  // for the records of one leg
   int32_t world;
+  bool in_host;
 
   static constexpr int64_t kAlignment = 256;
-  CGX_HD int64_t flags() const {
-    return (int64_t{sizeof(WindowState)} + kAlignment - 1) / kAlignment * kAlignment;
-  }
+  // Flags lie before the rows.
   CGX_HD int64_t rows() const {
     const int64_t bytes = int64_t{sizeof(uint64_t)} * world * 2 * kPackets;
-    return flags() + (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  CGX_HD int64_t bytes() const { return rows() + 2 * area_bytes; }
+  CGX_HD int64_t bytes() const { return rows() + (in_host ? 1 : 2) * area_bytes; }
 
   // The flag that `rank` raises when it has written that packet.
   CGX_HD uint64_t* arrived(uint8_t* window, Leg leg, int packet, int rank) const {
     const int64_t before = leg == Leg::kFromOwner ? kPackets : 0;
-    return reinterpret_cast<uint64_t*>(window + flags()) + world * (before + packet) + rank;
+    return reinterpret_cast<uint64_t*>(window) + world * (before + packet) + rank;
   }
-  // u8[world, row_bytes]. kToOwner has one row from each rank; kFromOwner has one row per chunk.
+  // u8[world, row_bytes]. kToOwner has one row from each rank; kFromOwner has one row per chunk, in
+  // host memory only that of the window's owner.
   CGX_HD uint8_t* payload(uint8_t* window, Leg leg) const {
-    return window + rows() + (leg == Leg::kFromOwner ? area_bytes : 0);
+    return window + rows() + (leg == Leg::kFromOwner && !in_host ? area_bytes : 0);
   }
 };
 
 // Pieces of every chunk, chunk by chunk: `in` values, `out` residuals or null.
 struct PeerTable {
+  static constexpr bool kInUnits = false;
   Piece piece[kPeerPieces];
   char* result[kPeerPieces];     // where a piece's values go
   int32_t chunk[kMaxPeers + 1];  // units before each chunk
   int32_t count;                 // of pieces
   int32_t packet;                // units per packet
   int32_t tiles;                 // of the longest bucket
+
+  CGX_HD const LeafUnits* leaf_units(int) const { return nullptr; }
+};
+// The same if some leaf has units.
+struct PeerTableInUnits : PeerTable {
+  static constexpr bool kInUnits = true;
+  LeafUnits leaves[kPeerPieces];  // the units of each piece's leaf
+
+  CGX_HD const LeafUnits* leaf_units(int p) const { return &leaves[p]; }
 };
 
 struct PeerArgs {
-  uint8_t* window;  // this rank's
+  WindowState* state;  // device
   WindowShape shape;
   uint32_t* told;        // host memory: becomes 1 if the launch gives up
   const uint32_t* keys;  // device: two words for encode and two for reduce
@@ -104,21 +119,26 @@ struct PeerArgs {
   float divisor;
   int32_t own;
 };
-static_assert(sizeof(PeerTable) + sizeof(PeerArgs) <= 32764, "CUDA 13 takes so many parameters");
+static_assert(sizeof(PeerTableInUnits) + sizeof(PeerArgs) <= 32764,
+              "CUDA 13 takes so many parameters");
+
+struct PeerOptions {
+  bool residual = false, in_units = false;
+  int sharers = 1;  // ranks on one device, as in the test on a machine with one GPU
+};
 
 // Launches one table. All ranks must launch the same tables in the same order, and a device's
-// launches on a window must run one after the other. `sharers` ranks share one device, as in the
-// test on a machine with one GPU.
-cudaError_t launch_peer(const PeerTable& table, const PeerArgs& args, bool residual,
-                        cudaStream_t stream, int sharers = 1);
+// launches on a window must run one after the other.
+cudaError_t launch_peer(const PeerTableInUnits& table, const PeerArgs& args, PeerOptions options,
+                        cudaStream_t stream);
 
 // Loads the kernels on the current device.
 cudaError_t load_peer_kernels();
 
 // Makes the tables of an all-reduce. Chunks and packets are the same on all ranks; pointers are
-// not. Returns what is wrong with the layout, or "".
+// not. `units` has one entry per leaf, or is null. Returns what is wrong with the layout, or "".
 std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, LeavesOut residuals,
-                        std::vector<PeerTable>* tables);
+                        const LeafUnits* units, std::vector<PeerTableInUnits>* tables);
 
 }  // namespace cgx
 

@@ -13,14 +13,15 @@ std::string check_peers(int64_t world) {
 }
 
 std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, LeavesOut residuals,
-                        std::vector<PeerTable>* tables) {
+                        const LeafUnits* units, std::vector<PeerTableInUnits>* tables) {
   if (std::string error = check_peers(layout.world); !error.empty()) return error;
   struct Part {
     Piece piece;
     char* result;
+    LeafUnits units;
   };
   std::vector<std::vector<Part>> parts(layout.world);  // by chunk
-  int64_t units = 0, longest = 0;
+  int64_t buckets = 0, longest = 0;
   for_each_run(layout, 0, layout.total_bytes(), [&](const Run& run) {
     void* const residual = residuals.data ? residuals.data[run.leaf] : nullptr;
     void* const result = out.data[run.leaf];
@@ -28,16 +29,17 @@ std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, Leaves
     const int64_t item = item_size(dtype), number = run.last - run.first;
     Part part{piece_of(run, in.data[run.leaf], residual, dtype,
                        run.offset - run.chunk * layout.chunk_bytes),
-              static_cast<char*>(result) + run.first_value() * item};
+              static_cast<char*>(result) + run.first_value() * item,
+              units ? units[run.leaf] : LeafUnits{}};
     part.piece.aligned &= aligned(result, item);
     part.piece.last = static_cast<int32_t>(number - 1);
     part.piece.tail = static_cast<int32_t>(run.values() - (number - 1) * run.slot.bucket_size);
-    units += number;
+    buckets += number;
     longest = std::max(longest, std::min(run.slot.size, run.slot.bucket_size));
     parts[run.chunk].push_back(part);
   });
-  if (constexpr int64_t kMost = 1 << 30; units > kMost) {
-    return "the number of buckets is " + std::to_string(units) + ", must be at most " +
+  if (constexpr int64_t kMost = 1 << 30; buckets > kMost) {
+    return "the number of buckets is " + std::to_string(buckets) + ", must be at most " +
            std::to_string(kMost);
   }
   // As few launches as can hold the pieces. Each launch takes its share of every chunk.
@@ -46,9 +48,9 @@ std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, Leaves
     ++launches, most = 0;
     for (const auto& chunk : parts) most += (chunk.size() + launches - 1) / launches;
   } while (most > kPeerPieces);
-  tables->assign(most == 0 ? 0 : launches, PeerTable{});
+  tables->assign(most == 0 ? 0 : launches, PeerTableInUnits{});
   for (int64_t l = 0; l < static_cast<int64_t>(tables->size()); ++l) {
-    PeerTable& table = (*tables)[l];
+    PeerTableInUnits& table = (*tables)[l];
     int64_t before = 0, longest_chunk = 0;
     for (int64_t c = 0; c < layout.world; ++c) {
       const int64_t size = parts[c].size(), share = (size + launches - 1) / launches;
@@ -56,6 +58,7 @@ std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, Leaves
       for (int64_t k = l * share; k < std::min(size, (l + 1) * share); ++k) {
         table.piece[table.count] = parts[c][k].piece;
         table.piece[table.count].before = static_cast<int32_t>(before);
+        table.leaves[table.count] = parts[c][k].units;
         table.result[table.count++] = parts[c][k].result;
         before += parts[c][k].piece.last + 1;
       }

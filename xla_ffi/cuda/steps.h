@@ -3,6 +3,8 @@
 #ifndef CGX_CUDA_STEPS_H_
 #define CGX_CUDA_STEPS_H_
 
+#include <type_traits>
+
 #include "cuda/buckets.h"
 #include "cuda/kernels.h"
 #include "cuda/peers.h"
@@ -24,6 +26,10 @@ __device__ int first_piece(const Table& table, Beyond beyond) {
   }
   return low;
 }
+
+// The factors of the buckets of a table.
+template <typename Table>
+using FactorsOf = std::conditional_t<Table::kInUnits, LeafFactors, NoFactors>;
 
 // The part of the noise seed that all buckets of a leaf share.
 template <bool kStochastic>

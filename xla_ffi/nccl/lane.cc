@@ -45,12 +45,6 @@ std::string split(const NcclLibrary& nccl, NcclComm from, int32_t rank, NcclConf
   return nccl.settled("ncclCommSplit", from, result, patience);
 }
 
-std::string mark(const NcclLibrary& nccl, NcclComm comm, int* op) {
-  uint8_t one = 1;
-  const int result = nccl.op_create(op, &one, NcclLibrary::kBytes, NcclLibrary::kHostScalar, comm);
-  return nccl.said("ncclRedOpCreatePreMulSum", result);
-}
-
 }  // namespace
 
 std::string CudaLane::prepare(int64_t segments) {
@@ -115,18 +109,14 @@ CudaLane::Family* CudaLane::find(NcclComm comm) {
   return nullptr;
 }
 
-// Finds or creates the family of the communicator that lies at `comm` now. XLA may have replaced
-// the communicator that had this address. It then did so on every rank, but maybe not with an equal
-// address on every rank. The operator `mark` exists only in the communicator that it was created
-// on, so it gives all ranks the same answer. NCCL has no way to look up an operator, so this
-// destroys the mark and creates it again.
+// Finds or creates the family of the communicator that lies at `comm` now.
 std::string CudaLane::current(const NcclLibrary& nccl, NcclComm comm, Family** family) {
   *family = find(comm);
-  if (!*family || nccl.op_destroy((*family)->mark, comm) != NcclLibrary::kSuccess) {
+  if (!*family || !nccl.unmark(comm, (*family)->mark)) {
     *family = &families_.emplace_front();
     (*family)->comm = comm;
   }
-  return mark(nccl, comm, &(*family)->mark);
+  return nccl.mark(comm, &(*family)->mark);
 }
 
 // XLA's communicators share their connections with the communicators that are split from them, and

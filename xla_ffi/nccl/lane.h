@@ -52,7 +52,7 @@ class CudaLane {
   // may still send on them, and NCCL may still write the handle of one that took too long.
   struct Family {
     NcclComm comm;
-    int mark = 0;  // an operator of `comm`; it is gone if another communicator has the same address
+    int mark = 0;  // gone if another communicator has the same address
     NcclComm stem = nullptr;
     std::array<NcclComm, kMostStreams - 1> made = {};
     int64_t count = 0;      // how many of `made` exist

@@ -1,4 +1,4 @@
-"""The all-reduce on CUDA in one kernel: the GPUs of a node map each other's memory.
+"""The all-reduce on CUDA in one kernel: the GPUs of a node map each other's memory, or the host's.
 
 There are no messages: each GPU writes its payload directly where it is read, and raises a flag
 (docs/gpu.md).
@@ -7,9 +7,10 @@ There are no messages: each GPU writes its payload directly where it is read, an
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax.interpreters import mlir
@@ -30,25 +31,31 @@ NCCL = (2, 29)  # the first that tells the host where a peer's memory is mapped
 class Peer(nccl.OnCommunicator):
     """One kernel per all-reduce between the CUDA devices of a node, over NVLink or PCIe.
 
-    Needs NCCL 2.29, peer access between all GPUs of the axis, and at most 32 of them: more raise
-    ValueError while tracing. If a GPU cannot reach another's memory, the first call fails and says
-    so. A call waits up to `timeout` seconds for a rank. Then its results are NaN, and the next call
-    fails. Nobody has run it on several GPUs, so only `exchange=experimental.Peer()` selects it.
-    Raises ValueError for an impossible timeout.
+    With memory="device", the GPUs write to each other's memory, which needs NCCL 2.29 and peer
+    access between all of them. With memory="host", they write to pinned memory that the processes
+    share, for GPUs without peer access. At most 32 GPUs: more raise ValueError while tracing. If a
+    GPU cannot reach another's memory, the first call fails and says so. A call waits up to
+    `timeout` seconds for a rank. Then its results are NaN, and the next call fails. Nobody has run
+    it on several GPUs, so only `exchange=experimental.Peer()` selects it. Raises ValueError for an
+    impossible timeout or memory.
     """
 
     timeout: float = 300.0
+    memory: Literal["device", "host"] = "device"
 
     shorthand: ClassVar[str] = "peer"
+    longest_in_units: ClassVar[float] = math.inf
     can: ClassVar[frozenset[str]] = Xla.can | {"all_reduce"}
 
     def __post_init__(self) -> None:
         low, high = TIMEOUTS
         if not low <= self.timeout <= high:
             raise ValueError(f"Peer: timeout={self.timeout} must be in [{low:g}, {high:g}].")
+        if self.memory not in ("device", "host"):
+            raise ValueError(f"Peer: memory={self.memory!r} must be 'device' or 'host'.")
 
     def _lacking(self) -> str | None:
-        return old_nccl()
+        return old_nccl() if self.memory == "device" else None
 
     def usable(self, axes: Sequence[str] = ()) -> bool:
         return False
@@ -63,7 +70,7 @@ class Peer(nccl.OnCommunicator):
         return super().fused(call, sent)
 
     def _options(self, layout: Layout) -> dict[str, int]:
-        return {"timeout_ms": round(1000 * self.timeout)}
+        return {"timeout_ms": round(1000 * self.timeout), "in_host": self.memory == "host"}
 
 
 def old_nccl() -> str | None:

@@ -34,6 +34,7 @@ struct Case {
   bool residual = false;
   bool aligned = true;
   float divisor = 3.0f;
+  bool in_host = false;  // where the windows lie
 };
 
 // A rank's leaves, each in a heap block of exactly its size.
@@ -88,10 +89,17 @@ struct Call {
   std::vector<Leaves> in, out, lost, expected_lost;
   std::vector<Leaves> expected;  // one for all ranks
   std::vector<std::vector<uint32_t>> keys;
+  Factors factors;                    // what `units` are made of
+  std::vector<cgx::LeafUnits> units;  // of all leaves, or empty
 
   Call(const Case& given, uint32_t seed) : c(given) {
     std::mt19937 rng(seed);
     check(owned.build(c.specs, c.world).empty(), "layout");
+    const auto has_units = [](const cgx::SlotSpec& leaf) { return leaf.units != 0; };
+    const bool any = std::any_of(c.specs.begin(), c.specs.end(), has_units);
+    for (const auto& leaf : c.specs) {
+      if (any) units.push_back(leaf.units ? factors.of(leaf.size, rng) : cgx::LeafUnits{});
+    }
     for (int64_t r = 0; r < c.world; ++r) {
       in.emplace_back(c, &rng);
       out.emplace_back(c);
@@ -113,9 +121,9 @@ struct Call {
       return c.residual ? expected_lost[r].out() : cgx::LeavesOut{};
     };
     for (int64_t r = 0; r < c.world; ++r) {
-      cpu.encode(
-          {layout, in[r].in(), residual(r), keys[r].data(), r, sent[r].data(), scratch.data()}, 0,
-          layout.total_bytes());
+      cpu.encode({layout, in[r].in(), residual(r), keys[r].data(), r, sent[r].data(),
+                  scratch.data(), all_units()},
+                 0, layout.total_bytes());
     }
     Bytes gathered(c.world * row), received(c.world * row);
     for (int64_t r = 0; r < c.world; ++r) {
@@ -123,13 +131,14 @@ struct Call {
         std::copy_n(&sent[from][r * row], row, &received[from * row]);
       }
       cpu.reduce({layout, in[r].in(), keys[r].data() + 2, r, received.data(), c.divisor,
-                  &gathered[r * row], scratch.data(), residual(r)},
+                  &gathered[r * row], scratch.data(), residual(r), all_units()},
                  layout.begin[r], layout.begin[r + 1]);
     }
     expected.emplace_back(c);
-    cpu.decode({layout, gathered.data(), expected[0].out(), scratch.data()}, 0,
+    cpu.decode({layout, gathered.data(), expected[0].out(), scratch.data(), all_units()}, 0,
                layout.total_bytes());
   }
+  const cgx::LeafUnits* all_units() const { return units.empty() ? nullptr : units.data(); }
 
   bool right(int64_t rank) const {
     return out[rank] == expected[0] && lost[rank] == expected_lost[rank];
@@ -146,6 +155,7 @@ struct Call {
 struct Node {
   cgx::WindowShape shape;
   std::vector<std::unique_ptr<uint64_t[]>> memory;
+  std::vector<cgx::WindowState> states;
   std::vector<cudaStream_t> streams;
   std::unique_ptr<uint32_t[]> told;
   int64_t patience;
@@ -153,18 +163,19 @@ struct Node {
   // `largest` is the call that needs the largest window. With `areas` false, both legs share one
   // area.
   explicit Node(const Call& largest, int64_t patience = kForEver, bool areas = true)
-      : told(new uint32_t[largest.c.world]()), patience(patience) {
+      : states(largest.c.world), told(new uint32_t[largest.c.world]()), patience(patience) {
     emulator::reset();
     emulator::set_processors(4);
     emulator::lose_stores_to(nullptr);
     emulator::presume(nullptr);
     shape.world = static_cast<int32_t>(largest.c.world);
+    shape.in_host = largest.c.in_host;
     shape.area_bytes = shape.world * row_bytes(largest);
     const int64_t bytes = shape.bytes();
     if (!areas) shape.area_bytes = 0;
     for (int32_t r = 0; r < shape.world; ++r) {
       memory.emplace_back(new uint64_t[bytes / 8]);
-      // Records hold whatever was there before. Flags and state are cleared.
+      // Records hold whatever was there before. Flags are cleared.
       std::memset(memory[r].get(), 0xCD, bytes);
       std::memset(memory[r].get(), 0, shape.rows());
       emulator::set_device(r);
@@ -172,7 +183,7 @@ struct Node {
     }
     for (int32_t r = 0; r < shape.world; ++r) {
       for (int32_t peer = 0; peer < shape.world; ++peer) {
-        reinterpret_cast<cgx::WindowState*>(window(r))->window[peer] = window(peer);
+        states[r].window[peer] = window(peer);
       }
     }
   }
@@ -183,17 +194,18 @@ struct Node {
 
   // Puts a rank's part of a call on its stream. Returns the number of launches.
   size_t put(Call& call, int64_t rank) {
-    std::vector<cgx::PeerTable> tables;
-    const std::string error =
-        cgx::peer_tables(call.owned.view(), call.in[rank].in(), call.out[rank].out(),
-                         call.c.residual ? call.lost[rank].out() : cgx::LeavesOut{}, &tables);
+    std::vector<cgx::PeerTableInUnits> tables;
+    const std::string error = cgx::peer_tables(
+        call.owned.view(), call.in[rank].in(), call.out[rank].out(),
+        call.c.residual ? call.lost[rank].out() : cgx::LeavesOut{}, call.all_units(), &tables);
     check(error.empty(), "tables: " + error);
     emulator::set_device(static_cast<int>(rank));
-    for (const cgx::PeerTable& table : tables) {
+    const cgx::PeerOptions options{call.c.residual, !call.units.empty()};
+    for (const cgx::PeerTableInUnits& table : tables) {
       const cgx::PeerArgs args{
-          window(rank),    shape,    &told[rank],    call.keys[rank].data(),
+          &states[rank],   shape,    &told[rank],    call.keys[rank].data(),
           row_bytes(call), patience, call.c.divisor, static_cast<int32_t>(rank)};
-      check(cgx::launch_peer(table, args, call.c.residual, streams[rank]) == cudaSuccess, "launch");
+      check(cgx::launch_peer(table, args, options, streams[rank]) == cudaSuccess, "launch");
     }
     check(emulator::cooperative_launches() == emulator::launches(), "all blocks run at once");
     check(emulator::most_blocks() <= emulator::processors() / 2, "half of the device is left");
@@ -211,12 +223,12 @@ struct Node {
 };
 
 std::vector<cgx::SlotSpec> leaves(int64_t bits, int64_t bucket, int64_t rounding, int64_t rotation,
-                                  int64_t kind) {
+                                  int64_t kind, int64_t units) {
   const int64_t segment = segment_of(bucket, kind);
-  return {{7 * bucket + 33, bits, bucket, rounding, 0, rotation, 0, segment},
-          {0, bits, bucket, rounding, 1, rotation, 0, segment},
+  return {{7 * bucket + 33, bits, bucket, rounding, 0, rotation, units, segment},
+          {0, bits, bucket, rounding, 1, rotation, units, segment},
           {3, bits, bucket, 0, 2, rotation},
-          {2 * bucket, bits % 8 + 1, bucket, rounding, 3, 1 - rotation, 0, segment}};
+          {2 * bucket, bits % 8 + 1, bucket, rounding, 3, 1 - rotation, units, segment}};
 }
 
 void equals_the_steps() {
@@ -227,9 +239,14 @@ void equals_the_steps() {
         ++seed;
         const auto dtype = static_cast<cgx::DType>(seed % 3);
         const int64_t bucket = seed % 5 == 0 ? 1024 : 64;  // more or less than a tile
-        const Case c{world,         leaves(bits, bucket, seed % 3, seed / 2 % 2, seed / 4),
-                     dtype,         residual,
-                     seed % 4 != 0, static_cast<float>(1 + seed % 4)};
+        const int64_t units = seed % 7 % 2;
+        const Case c{world,
+                     leaves(bits, bucket, seed % 3, seed / 2 % 2, seed / 4, units),
+                     dtype,
+                     residual,
+                     seed % 4 != 0,
+                     static_cast<float>(1 + seed % 4),
+                     seed % 11 % 2 != 0};
         Call call(c, seed);
         Node node(call);
         node.put(call);
@@ -246,7 +263,9 @@ void any_number_of_pieces() {
   for (const int64_t count : {1, 16, 17, 60}) {
     for (const int64_t world : {2, 8}) {
       std::vector<cgx::SlotSpec> specs;
-      for (int64_t k = 0; k < count; ++k) specs.push_back({40 + k, 4, 64, k % 3, k, 0});
+      for (int64_t k = 0; k < count; ++k) {
+        specs.push_back({40 + k, 4, 64, k % 3, k, 0, world == 8 && k % 2});
+      }
       Call call({world, specs}, 7);
       Node node(call);
       const size_t launches = node.put(call);
@@ -257,16 +276,18 @@ void any_number_of_pieces() {
   }
 }
 
-Case small(int64_t world, bool residual = false) {
-  return {world, {{400, 4, 32, 0, 0, 0}, {70, 3, 32, 2, 1, 0}}, cgx::DType::kF32, residual};
+Case small(int64_t world, bool in_host, bool residual = false) {
+  return {
+      world,  {{400, 4, 32, 0, 0, 0}, {70, 3, 32, 2, 1, 0}}, cgx::DType::kF32, residual, true, 3.0f,
+      in_host};
 }
 
 // Replays calls with different values every time, and sometimes with a different size. One rank
 // falls behind before each of its calls. Returns whether all results are right.
-bool replays(int64_t world, uint64_t seed, bool areas) {
+bool replays(int64_t world, bool in_host, uint64_t seed, bool areas) {
   std::vector<Call> calls;
   for (uint32_t k = 0; k < 4; ++k) {
-    Case c = small(world, k % 2);
+    Case c = small(world, in_host, k % 2);
     if (k == 1) c.specs.pop_back();
     calls.emplace_back(c, static_cast<uint32_t>(10 * k + seed));
   }
@@ -281,15 +302,15 @@ bool replays(int64_t world, uint64_t seed, bool areas) {
   return right;
 }
 
-// A rank that is as far ahead as possible does not disturb one that is behind. It would if both
-// legs used the same memory.
-void replays_do_not_meet() {
+// A rank that is as far ahead as possible does not disturb one that is behind. In device memory, it
+// would if both legs used the same memory.
+void replays_do_not_meet(bool in_host) {
   for (const int64_t world : {2, 3, 4, 8}) {
-    bool caught = false;
+    bool caught = kFaultsEndTheProcess || in_host;
     for (uint64_t seed = 1; seed <= 6; ++seed) {
-      check(replays(world, seed, /*areas=*/true),
+      check(replays(world, in_host, seed, /*areas=*/true),
             "replays of world " + std::to_string(world) + " seed " + std::to_string(seed));
-      caught = caught || kFaultsEndTheProcess || !replays(world, seed, /*areas=*/false);
+      caught = caught || !replays(world, in_host, seed, /*areas=*/false);
     }
     check(caught, "world " + std::to_string(world) + ": nothing misses the second area");
   }
@@ -297,9 +318,10 @@ void replays_do_not_meet() {
 
 // Every flag that this call raises, ordered by reader.
 std::vector<const uint64_t*> flags_of(const Node& node, const Call& call) {
-  std::vector<cgx::PeerTable> tables;
+  std::vector<cgx::PeerTableInUnits> tables;
   check(
-      cgx::peer_tables(call.owned.view(), call.in[0].in(), call.out[0].out(), {}, &tables).empty(),
+      cgx::peer_tables(call.owned.view(), call.in[0].in(), call.out[0].out(), {}, nullptr, &tables)
+          .empty(),
       "tables");
   check(tables.size() == 1, "flags: one launch");
   const auto packets = [&](int chunk) {
@@ -322,15 +344,15 @@ std::vector<const uint64_t*> flags_of(const Node& node, const Call& call) {
 
 // If a reader presumes any one flag as raised, some order gives a wrong result. This is the same as
 // a flag that is raised before its data is there.
-void every_wait_is_needed() {
+void every_wait_is_needed(bool in_host) {
   for (const int64_t world : {2, 3}) {
-    Call call(small(world), 1);
+    Call call(small(world, in_host), 1);
     const size_t count = flags_of(Node(call), call).size();
     check(count >= static_cast<size_t>(8 * world), "waits: several packets");
     for (size_t k = 0; k < count; ++k) {
       bool caught = false;
       for (uint64_t seed = 1; seed <= 60 && !caught; ++seed) {
-        Call again(small(world), 1);
+        Call again(small(world, in_host), 1);
         Node node(again);
         emulator::presume(flags_of(node, again)[k]);
         node.put(again);
@@ -345,12 +367,12 @@ void every_wait_is_needed() {
 
 // If a flag is never raised, its reader gives up, says so and leaves NaN. The reader's later
 // results are NaN too, and by the next call every other rank has given up as well.
-void a_lost_flag_is_told() {
+void a_lost_flag_is_told(bool in_host) {
   for (const int64_t world : {2, 3, 8}) {
-    Call first(small(world, true), 1);
+    Call first(small(world, in_host, true), 1);
     const size_t count = flags_of(Node(first), first).size();
     for (size_t k = 0; k < count; k += world == 2 ? 1 : 7) {
-      Call call(small(world, true), 1), later(small(world, true), 2);
+      Call call(small(world, in_host, true), 1), later(small(world, in_host, true), 2);
       Node node(call, kShort);
       const uint64_t* const flag = flags_of(node, call)[k];
       emulator::lose_stores_to(flag);
@@ -374,9 +396,9 @@ void a_lost_flag_is_told() {
 }
 
 // A rank that never comes.
-void a_missing_rank_is_told() {
+void a_missing_rank_is_told(bool in_host) {
   for (const int64_t world : {2, 4}) {
-    Call call(small(world), 1);
+    Call call(small(world, in_host), 1);
     Node node(call, kShort);
     for (int64_t r = 1; r < world; ++r) node.put(call, r);
     check(node.run(1), "missing: the launches end");
@@ -388,9 +410,9 @@ void a_missing_rank_is_told() {
 
 void too_many_ranks_are_refused() {
   Call call({33, {{400, 4, 32, 0, 0, 0}}}, 1);
-  std::vector<cgx::PeerTable> tables;
-  check(cgx::peer_tables(call.owned.view(), call.in[0].in(), call.out[0].out(), {}, &tables) ==
-            "the number of ranks is 33, must be at most 32",
+  std::vector<cgx::PeerTableInUnits> tables;
+  check(cgx::peer_tables(call.owned.view(), call.in[0].in(), call.out[0].out(), {}, nullptr,
+                         &tables) == "the number of ranks is 33, must be at most 32",
         "33 ranks are refused");
 }
 
@@ -399,7 +421,7 @@ void too_many_ranks_are_refused() {
 int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "relaxed") == 0) {
     emulator::relax_stores(true);
-    Call call(small(2), 1);
+    Call call(small(2, false), 1);
     Node node(call);
     node.put(call);
     node.run(1);
@@ -407,10 +429,12 @@ int main(int argc, char** argv) {
   }
   equals_the_steps();
   any_number_of_pieces();
-  replays_do_not_meet();
-  if (!kFaultsEndTheProcess) every_wait_is_needed();
-  a_lost_flag_is_told();
-  a_missing_rank_is_told();
+  for (const bool in_host : {false, true}) {
+    replays_do_not_meet(in_host);
+    if (!kFaultsEndTheProcess) every_wait_is_needed(in_host);
+    a_lost_flag_is_told(in_host);
+    a_missing_rank_is_told(in_host);
+  }
   too_many_ranks_are_refused();
   return report();
 }

@@ -13,11 +13,13 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
+  cudaErrorNotReady = 600,
   cudaErrorLaunchFailure = 719,
   cudaErrorCooperativeLaunchTooLarge = 720
 };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
+enum { cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
@@ -104,6 +106,16 @@ inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   return cudaSuccess;
 }
 
+// Host memory is mapped for the devices where it is.
+inline cudaError_t cudaHostRegister(void*, size_t, unsigned) {
+  return emulator::cuda_fails() ? cudaErrorLaunchFailure : cudaSuccess;
+}
+inline cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
+  *device = host;
+  return cudaSuccess;
+}
+
 // Device memory is host memory. Like real device memory, it lives until it is freed.
 inline cudaError_t cudaMalloc(void** data, size_t bytes) {
   if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
@@ -115,10 +127,18 @@ inline cudaError_t cudaFree(void* data) {
   return cudaSuccess;
 }
 
-// What only the programs of tests/gpu call. Streams and events live until emulator::reset(),
-// because work that uses them may still be queued when they are destroyed.
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+// Host memory is read before the call returns, like CUDA does unless it is pinned.
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                                    cudaStream_t stream) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
+  if (kind == cudaMemcpyHostToDevice) {
+    const auto* const first = static_cast<const char*>(from);
+    emulator::submit(stream, [to, staged = std::vector<char>(first, first + bytes)] {
+      memcpy(to, staged.data(), staged.size());
+      return true;
+    });
+    return cudaSuccess;
+  }
   emulator::submit(stream, [=] {
     memcpy(to, from, bytes);
     return true;
@@ -126,9 +146,17 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *stream = emulator::make_stream();
   return cudaSuccess;
 }
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
+  return emulator::query(stream) ? cudaSuccess : cudaErrorNotReady;
+}
+
+// What only the programs of tests/gpu call. Streams and events live until emulator::reset(),
+// because work that uses them may still be queued when they are destroyed.
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaEventCreate(cudaEvent_t* event) {

@@ -74,17 +74,17 @@ constexpr uintptr_t kAlignment = 16;  // NCCL takes any pointer, but copies sing
 int called() { return world.calls++ == world.failing ? kInternalError : kSuccess; }
 
 // A step of a group of messages on its stream: posts what it sends, and takes what has arrived.
-bool exchange(const Comm* comm, std::vector<Message>* group) {
-  if (world.aborted.count(comm->number)) return true;
+bool exchange(const Comm& comm, std::vector<Message>* group) {
+  if (world.aborted.count(comm.number)) return true;
   bool over = true;
   for (Message& m : *group) {
     if (m.from && !m.posted) {
       m.posted = true;
       ++world.progress;
-      world.sent[{comm->number, comm->rank, m.peer}].push_back(m);
+      world.sent[{comm.number, comm.rank, m.peer}].push_back(m);
     }
     if (m.to && !*m.over) {
-      std::deque<Message>& queue = world.sent[{comm->number, m.peer, comm->rank}];
+      std::deque<Message>& queue = world.sent[{comm.number, m.peer, comm.rank}];
       if (!queue.empty()) {
         const Message& other = queue.front();
         if (other.bytes != m.bytes) {
@@ -307,6 +307,12 @@ bool synchronize() {
   return true;
 }
 
+bool query(Stream* stream) {
+  const Lock lock(mutex());
+  run_streams(0);
+  return stream->queue.empty();
+}
+
 int group_start() {
   const Lock lock(mutex());
   if (const int result = called(); result != kSuccess) return result;
@@ -327,9 +333,10 @@ int group_end() {
     world.made += world.connected.insert({own.comm->number, own.comm->rank, m.peer}).second;
   }
   ++world.waiting[{own.comm->number, own.comm->rank}];
-  submit(own.stream, [comm = own.comm, group] {
+  // By then, another communicator may have this one's address.
+  submit(own.stream, [comm = *own.comm, group] {
     const bool over = exchange(comm, group.get());
-    world.waiting[{comm->number, comm->rank}] -= over;
+    world.waiting[{comm.number, comm.rank}] -= over;
     return over;
   });
   return kSuccess;

@@ -85,6 +85,8 @@ void leave_out(int64_t wait);
 bool run_streams(uint64_t seed);
 // Runs what it can. Returns whether everything on the streams of the current device has run.
 bool synchronize();
+// The same of one stream. It may wait for what another thread puts on its streams later.
+bool query(Stream* stream);
 
 // Makes `count` of the CUDA calls that the library makes from now on fail, from number `call` on
 // (-1: none). cuda_fails() counts a call and returns whether it fails.

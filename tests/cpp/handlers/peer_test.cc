@@ -1,15 +1,21 @@
 // The handlers of the all-reduce over peers' memory, driven by handmade call frames like those that
-// XLA makes. NCCL's windows are this process's memory. Needs the FFI headers of a jaxlib with the
-// collectives extension.
+// XLA makes. NCCL's windows are this process's memory; windows in host memory are real. Needs the
+// FFI headers of a jaxlib with the collectives extension.
 #include "nccl/peer.h"
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <thread>
 
 #include "cases.h"
 #include "handlers/frames.h"
 #include "handlers/nccl.h"
+#include "nccl.h"
 #include "nccl/library.h"
+#include "nccl/shared_memory.h"
 #include "xla/ffi/api/collectives_c_api.h"
 
 namespace {
@@ -39,16 +45,19 @@ struct Nccl {
 
 // The result of a call: `otherwise`, unless all calls fail by now.
 int result_of(const char* call, int otherwise = cgx::NcclLibrary::kSuccess) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
   if (nccl.from < 0 || nccl.calls++ < nccl.from) return otherwise;
   if (nccl.failed.empty()) nccl.failed = call;
   return 6;  // ncclRemoteError
 }
 
-// XLA makes its communicators anew, and NCCL forgets the windows of the old ones.
+// XLA makes its communicators anew, and NCCL forgets the windows and messages of the old ones.
 void renew_communicators() {
   nccl.gone = std::max(nccl.made[0], nccl.made[1]);
+  emulator::abort_messages(comms[0]);
   for (int r = 0; r < kWorld; ++r) {
-    comms[r] = {r, kWorld};
+    comms[r] = {r, kWorld, comms[r].number + 1};
     nccl.made[r] = nccl.gone;
   }
 }
@@ -99,6 +108,10 @@ struct Options {
   int64_t timeout_ms = 300'000;
   int late = 0;            // steps that the last rank comes after the others
   int executing = kWorld;  // ranks that reach Execute
+  bool units = false;
+  int64_t in_host = 0;
+  int initializing = kWorld;  // ranks that reach Initialize
+  int64_t failing = -1;       // number of the CUDA call that fails in Initialize
 };
 
 // Runs one call of every rank, stage by stage. Returns the first error, or what is wrong with the
@@ -108,19 +121,31 @@ std::string call(Ranks& ranks, const Options& options) {
   std::vector<float> in(options.values);
   for (int64_t i = 0; i < options.values; ++i) in[i] = static_cast<float>(i % 16);
   const uint32_t keys[4] = {1, 2, 3, 4};
+  // Powers of two are exact.
+  const std::vector<float> rows = {4.0f, 0.25f};
+  std::vector<float> columns(2 * options.values);
+  for (int64_t i = 0; i < options.values; ++i) {
+    columns[i] = 2.0f, columns[options.values + i] = 0.5f;
+  }
   std::vector<std::vector<float>> out(kWorld, std::vector<float>(options.values, NAN)), lost = out;
   std::vector<Frame> frames(kWorld);
   for (int r = 0; r < kWorld; ++r) {
     frames[r]
         .arg(XLA_FFI_DataType_U32, keys, {options.keys})
-        .arg(XLA_FFI_DataType_F32, in.data(), {options.values})
-        .ret(XLA_FFI_DataType_F32, out[r].data(), {options.values + options.more_out});
+        .arg(XLA_FFI_DataType_F32, in.data(), {options.values});
+    if (options.units) {
+      frames[r]
+          .arg(XLA_FFI_DataType_F32, rows.data(), {2, 1})
+          .arg(XLA_FFI_DataType_F32, columns.data(), {2, options.values});
+    }
+    frames[r].ret(XLA_FFI_DataType_F32, out[r].data(), {options.values + options.more_out});
     if (options.residual) frames[r].ret(XLA_FFI_DataType_F32, lost[r].data(), {options.values});
     frames[r]
         .attr("divisor", 1.0f)
         .attr("groups", std::vector<int64_t>{0, 1})
+        .attr("in_host", options.in_host)
         .attr("name", "psum_compressed(exchange='peer') over axis 'data'")
-        .attr("slots", std::vector<int64_t>{4, kBucket, 0, 0, 0, 0, 0})
+        .attr("slots", std::vector<int64_t>{4, kBucket, 0, 0, 0, options.units, 0})
         .attr("timeout_ms", options.timeout_ms)
         .attr("world", int64_t{kWorld});
   }
@@ -132,8 +157,22 @@ std::string call(Ranks& ranks, const Options& options) {
     }
   };
   stage(cgx::nccl_prepare, XLA_FFI_ExecutionStage_PREPARE);
-  if (options.initialize) {
+  if (options.initialize && options.in_host == 0) {
     stage(cgx::peer_stages().initialize, XLA_FFI_ExecutionStage_INITIALIZE);
+  } else if (options.initialize && error.empty()) {
+    // The ranks wait for each other.
+    std::vector<std::string> said(kWorld);
+    std::vector<std::thread> threads;
+    emulator::fail_cuda_at(options.failing);
+    for (int r = 0; r < options.initializing; ++r) {
+      threads.emplace_back([&, r] {
+        said[r] = frames[r].call(cgx::peer_stages().initialize, XLA_FFI_ExecutionStage_INITIALIZE,
+                                 &ranks.contexts[r]);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    emulator::fail_cuda_at(-1);
+    for (const std::string& text : said) error = error.empty() ? text : error;
   }
   emulator::submit(ranks.streams.back(), [rest = options.late]() mutable { return --rest < 0; });
   stage(cgx::peer_stages().execute, XLA_FFI_ExecutionStage_EXECUTE, options.executing);
@@ -150,12 +189,21 @@ std::string call(Ranks& ranks, const Options& options) {
 }
 
 void sums() {
-  Ranks ranks;
-  for (uint64_t seed = 1; seed <= 8; ++seed) {
-    const std::string said = call(ranks, {1000, 4, 0, seed % 2 == 0, true, seed});
-    check(said.empty(), "sums: " + said);
+  for (const bool in_host : {false, true}) {
+    Ranks ranks;
+    for (uint64_t seed = 1; seed <= 8; ++seed) {
+      Options options{1000, 4, 0, seed % 2 == 0, true, seed};
+      options.units = seed % 3 == 0, options.in_host = in_host;
+      const std::string said = call(ranks, options);
+      check(said.empty(), "sums: " + said);
+    }
+    check(nccl.made[0] == !in_host && nccl.made[1] == !in_host, "one window does for all calls");
   }
-  check(nccl.made[0] == 1 && nccl.made[1] == 1, "one window does for all calls");
+  Ranks ranks;
+  Options options;
+  check(call(ranks, options).empty(), "sums");
+  options.in_host = true;
+  check(call(ranks, options).empty() && nccl.made[0] == 1, "one window of each kind of memory");
   Options larger;
   larger.values = 200000;
   check(call(ranks, larger).empty() && nccl.made[0] == 2, "a larger call gets a larger one");
@@ -190,6 +238,13 @@ void refused() {
        0,
        0,
        0},
+      {"in_host is 2, must be 0 or 1",
+       {1000, 4, 0, false, true, 1, 300'000, 0, kWorld, false, 2},
+       true,
+       true,
+       0,
+       0,
+       0},
       {"size of keys is 2, expected 4", {1000, 2, 0, false, true, 1}, true, true, 0, 0, 0},
       {"result leaf 0 has 1001 values", {1000, 4, 1, false, true, 1}, true, true, 0, 0, 0},
   };
@@ -203,30 +258,89 @@ void refused() {
   }
 }
 
+// Names of shared memory that this process has left.
+int names_left() {
+  int count = 0;
+  for (const auto& file : std::filesystem::directory_iterator("/dev/shm")) {
+    count += has(file.path().filename(), "cgx_jax-" + std::to_string(getpid()) + "-");
+  }
+  return count;
+}
+
+// Memory goes by its name until its maker is gone.
+void shared_memory() {
+  constexpr size_t kBytes = 1 << 16;
+  uint8_t *one = nullptr, *other = nullptr;
+  std::string name;
+  {
+    cgx::SharedMemory memory;
+    check(memory.create(kBytes).empty() && names_left() == 1, "shared memory: is made");
+    name = memory.name();
+    check(cgx::map_shared(name, kBytes, &one).empty() &&
+              cgx::map_shared(name, kBytes, &other).empty() && one != other,
+          "shared memory: is mapped");
+  }
+  check(std::all_of(one, one + kBytes, [](uint8_t byte) { return byte == 0; }),
+        "shared memory: is zeros");
+  one[kBytes - 1] = 7;
+  check(other[kBytes - 1] == 7, "shared memory: is shared");
+  check(has(cgx::map_shared(name, kBytes, &one), "shm_open: No such file"),
+        "shared memory: has no name any more");
+  check(has(cgx::SharedMemory().create(size_t{1} << 60), "no 1152921504606846976 bytes of shared"),
+        "shared memory: room is asked for");
+  check(names_left() == 0, "shared memory: no name is left");
+}
+
+// If a rank cannot make or map a window, all ranks fail, and no name is left. A rank that fails
+// where the others cannot hear it lets them wait for the timeout.
+void host_windows_that_fail() {
+  bool failed = true;
+  for (int64_t k = 0; failed; ++k) {
+    Ranks ranks;
+    Options options;
+    options.in_host = 1, options.failing = k, options.timeout_ms = 100;
+    const std::string said = call(ranks, options);
+    failed = !said.empty();
+    check(!failed || has(said, "over axis 'data': "), "host: " + said);
+    check(names_left() == 0, "host: a name is left after failing call " + std::to_string(k));
+    check(failed || k > 20, "host: calls that fail are seen");
+  }
+  Ranks ranks;
+  Options options;
+  options.in_host = 1, options.initializing = 1, options.timeout_ms = 50;
+  const std::string said = call(ranks, options);
+  check(has(said, "a rank has not come to this call after 50 ms"), "host: missing rank: " + said);
+}
+
 // Once a communicator is lost, all calls of NCCL fail. Whichever call is the first, the handlers
 // name it, and the next call, on a new communicator, is right.
-void lost_communicators() {
+void lost_communicators(bool in_host) {
   std::string failed;
   for (int64_t from = 0; from == 0 || !failed.empty(); ++from) {
     Ranks ranks;
     nccl.from = from;
-    const std::string said = call(ranks, {});
+    Options options;
+    options.in_host = in_host, options.timeout_ms = in_host ? 100 : options.timeout_ms;
+    const std::string said = call(ranks, options);
     failed = nccl.failed;
     const std::string text = "lost: from call " + std::to_string(from) + ": " + said;
     if (failed.empty()) {
       check(from > 0 && said.empty(), text);
       continue;
     }
-    // The message about ncclMemAlloc has more words in between.
-    check(has(said, "over axis 'data': " + failed) && has(said, ": internal error"), text);
+    // The message about ncclMemAlloc has more words in between. In host memory, ranks run at once,
+    // and one may wait in vain for another that has failed.
+    check(has(said, "over axis 'data': " + (in_host ? "" : failed)) &&
+              (has(said, ": internal error") || (in_host && has(said, "has not come to this"))),
+          text);
     nccl.from = -1;
     renew_communicators();
     // A kernel whose peer's rank is lost waits for minutes. Kernels on other devices do not.
     if (emulator::launches() > 0) {
       Ranks others;
-      check(call(others, {}).empty(), text + ": on other devices");
+      check(call(others, options).empty(), text + ": on other devices");
     } else {
-      const std::string next = call(ranks, {});
+      const std::string next = call(ranks, options);
       check(next.empty(), text + ": on a new communicator: " + next);
     }
   }
@@ -271,9 +385,9 @@ void a_rank_has_until_the_timeout() {
 
 namespace cgx {
 
-const NcclLibrary* nccl_library(std::string*) {
-  static NcclLibrary library;
-  library = {};
+NcclLibrary make_library(bool windows) {
+  static const NcclLibrary emulated = emulator::nccl();
+  NcclLibrary library = emulated;
   library.get_error_string = [](int) { return "internal error"; };
   library.comm_count = [](NcclComm, int* count) {
     *count = kWorld;
@@ -287,7 +401,36 @@ const NcclLibrary* nccl_library(std::string*) {
     *state = NcclLibrary::kSuccess;
     return result_of("ncclCommGetAsyncError");
   };
-  if (!nccl.windows) return &library;
+  library.op_create = [](int* op, void* scalar, int type, int residence, NcclComm comm) {
+    emulated.op_create(op, scalar, type, residence, comm);
+    return result_of("ncclRedOpCreatePreMulSum");
+  };
+  library.op_destroy = [](int op, NcclComm comm) {
+    return result_of("ncclRedOpDestroy", emulated.op_destroy(op, comm));
+  };
+  library.group_start = [] {
+    const int result = result_of("ncclGroupStart");
+    return result == NcclLibrary::kSuccess ? emulator::group_start() : result;
+  };
+  library.group_end = [] {
+    const int result = result_of("ncclGroupEnd");
+    if (result != NcclLibrary::kSuccess) emulator::drop_group();
+    return result == NcclLibrary::kSuccess ? emulator::group_end() : result;
+  };
+  library.send = [](const void* data, size_t bytes, int, int peer, NcclComm comm,
+                    cudaStream_t stream) {
+    const int result = result_of("ncclSend");
+    return result == NcclLibrary::kSuccess
+               ? emulator::send(data, bytes, peer, emulator::comm_of(comm), stream)
+               : result;
+  };
+  library.recv = [](void* data, size_t bytes, int, int peer, NcclComm comm, cudaStream_t stream) {
+    const int result = result_of("ncclRecv");
+    return result == NcclLibrary::kSuccess
+               ? emulator::recv(data, bytes, peer, emulator::comm_of(comm), stream)
+               : result;
+  };
+  if (!windows) return library;
   library.mem_alloc = [](void** memory, size_t bytes) {
     const int rank = (emulator::device() - 1) % kWorld;
     if (nccl.memory.size() == nccl.made[rank]) {
@@ -309,7 +452,12 @@ const NcclLibrary* nccl_library(std::string*) {
     *pointer = nccl.maps ? nccl.memory[number - 1][peer].get() : nullptr;
     return result_of("ncclGetPeerDevicePointer", nccl.found);
   };
-  return &library;
+  return library;
+}
+
+const NcclLibrary* nccl_library(std::string*) {
+  static const NcclLibrary library = make_library(true), old = make_library(false);
+  return nccl.windows ? &library : &old;
 }
 
 }  // namespace cgx
@@ -317,7 +465,9 @@ const NcclLibrary* nccl_library(std::string*) {
 int main() {
   sums();
   refused();
-  lost_communicators();
+  shared_memory();
+  host_windows_that_fail();
+  for (const bool in_host : {false, true}) lost_communicators(in_host);
   more_ranks_than_a_window_has_room_for();
   a_rank_has_until_the_timeout();
   return report();

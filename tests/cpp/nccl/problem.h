@@ -38,7 +38,7 @@ struct Problem {
   std::vector<Values> in;                   // by rank, row and leaf
   std::vector<std::vector<uint32_t>> keys;  // by rank
   std::vector<cgx::DType> dtypes, sums;     // of all rows, and of their results
-  std::vector<std::vector<float>> factors;  // those that `units` are made of
+  Factors factors;                          // what `units` are made of
   std::vector<cgx::LeafUnits> units;        // of all rows, or empty
   cgx::OwnedLayout row, owned;              // of one row; of all rows that travel together
   std::vector<Values> expected, expected_lost;
@@ -63,7 +63,7 @@ struct Problem {
     const bool in_units =
         std::any_of(all.begin(), all.end(), [](const cgx::SlotSpec& leaf) { return leaf.units; });
     for (size_t k = 0; k < all.size() && in_units; ++k) {
-      units.push_back(all[k].units ? units_of(all[k].size, rng) : cgx::LeafUnits{});
+      units.push_back(all[k].units ? factors.of(all[k].size, rng) : cgx::LeafUnits{});
       // Every row is the same leaf.
       if (k >= specs.size()) units[k] = units[k - specs.size()];
       if (collective == cgx::Collective::kGatherSum && all[k].units) sums[k] = cgx::DType::kF32;
@@ -105,19 +105,6 @@ struct Problem {
     return leaves;
   }
 
-  // Units of a leaf of that many values. The factors out of them are no powers of two.
-  cgx::LeafUnits units_of(int64_t size, std::mt19937& rng) {
-    int64_t rows = 40;
-    while (size % rows != 0) --rows;
-    for (const int64_t count : {rows, size / rows}) {
-      auto& both = factors.emplace_back(2 * count);
-      for (int64_t i = 0; i < count; ++i) {
-        both[count + i] = 1 + static_cast<float>(rng() % 1000) / 300;
-        both[i] = 1 / both[count + i];
-      }
-    }
-    return {factors[factors.size() - 2].data(), factors.back().data(), rows, size / rows};
-  }
   const cgx::LeafUnits* all_units() const { return units.empty() ? nullptr : units.data(); }
 
   // Encode, all_to_all, reduce, all_gather and decode, one after the other.
