@@ -101,7 +101,7 @@ struct Buffers {
 };
 
 // Units of leaves, and the numbers behind them.
-struct Factors {
+struct SomeUnits {
   std::vector<std::vector<float>> numbers;
 
   // Units of a leaf of that many values. The factors out of them are no powers of two.

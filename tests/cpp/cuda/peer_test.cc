@@ -89,7 +89,7 @@ struct Call {
   std::vector<Leaves> in, out, lost, expected_lost;
   std::vector<Leaves> expected;  // one for all ranks
   std::vector<std::vector<uint32_t>> keys;
-  Factors factors;                    // what `units` are made of
+  SomeUnits factors;                  // what `units` are made of
   std::vector<cgx::LeafUnits> units;  // of all leaves, or empty
 
   Call(const Case& given, uint32_t seed) : c(given) {

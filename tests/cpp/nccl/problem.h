@@ -38,7 +38,7 @@ struct Problem {
   std::vector<Values> in;                   // by rank, row and leaf
   std::vector<std::vector<uint32_t>> keys;  // by rank
   std::vector<cgx::DType> dtypes, sums;     // of all rows, and of their results
-  Factors factors;                          // what `units` are made of
+  SomeUnits factors;                        // what `units` are made of
   std::vector<cgx::LeafUnits> units;        // of all rows, or empty
   cgx::OwnedLayout row, owned;              // of one row; of all rows that travel together
   std::vector<Values> expected, expected_lost;
