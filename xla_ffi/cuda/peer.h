@@ -24,8 +24,7 @@
 //
 // Windows may lie in host memory, for devices that cannot map each other's. Every byte then crosses
 // the device's link, so a rank writes its means only into its own window, and all ranks read them
-// there. The second rule holds for them too. They need no memory of their own: they take the row of
-// the records that the rank would send to itself.
+// there. The second rule holds for them too.
 #ifndef CGX_CUDA_PEER_H_
 #define CGX_CUDA_PEER_H_
 
@@ -65,7 +64,7 @@ enum class Leg { kToOwner, kFromOwner };
 
 // Where things lie in a window; the same on all ranks.
 struct WindowShape {
-  int64_t area_bytes;  // for the records of one leg
+  int64_t area_bytes;  // for the records of one leg; the two legs never share memory
   int32_t world;
   bool in_host;
 
@@ -75,7 +74,7 @@ struct WindowShape {
     const int64_t bytes = int64_t{sizeof(uint64_t)} * world * 2 * kPackets;
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  CGX_HD int64_t bytes() const { return rows() + (in_host ? 1 : 2) * area_bytes; }
+  CGX_HD int64_t bytes() const { return rows() + 2 * area_bytes; }
 
   // The flag that `rank` raises when it has written that packet.
   CGX_HD uint64_t* arrived(uint8_t* window, Leg leg, int packet, int rank) const {
@@ -85,7 +84,7 @@ struct WindowShape {
   // u8[world, row_bytes]. kToOwner has one row from each rank; kFromOwner has one row per chunk, in
   // host memory only that of the window's owner.
   CGX_HD uint8_t* payload(uint8_t* window, Leg leg) const {
-    return window + rows() + (leg == Leg::kFromOwner && !in_host ? area_bytes : 0);
+    return window + rows() + (leg == Leg::kFromOwner ? area_bytes : 0);
   }
 };
 

@@ -288,6 +288,7 @@ bool replays(int64_t world, bool in_host, uint64_t seed, bool areas) {
   std::vector<Call> calls;
   for (uint32_t k = 0; k < 4; ++k) {
     Case c = small(world, in_host, k % 2);
+    c.specs.back().size = 150 * world;
     if (k == 1) c.specs.pop_back();
     calls.emplace_back(c, static_cast<uint32_t>(10 * k + seed));
   }
@@ -302,15 +303,17 @@ bool replays(int64_t world, bool in_host, uint64_t seed, bool areas) {
   return right;
 }
 
-// A rank that is as far ahead as possible does not disturb one that is behind. In device memory, it
-// would if both legs used the same memory.
+// A rank that is as far ahead as possible does not disturb one that is behind. It would if both
+// legs used the same memory. In host memory it takes a third rank, whose rows have another size.
 void replays_do_not_meet(bool in_host) {
   for (const int64_t world : {2, 3, 4, 8}) {
-    bool caught = kFaultsEndTheProcess || in_host;
+    bool caught = kFaultsEndTheProcess || (in_host && world == 2);
     for (uint64_t seed = 1; seed <= 6; ++seed) {
       check(replays(world, in_host, seed, /*areas=*/true),
             "replays of world " + std::to_string(world) + " seed " + std::to_string(seed));
-      caught = caught || !replays(world, in_host, seed, /*areas=*/false);
+    }
+    for (uint64_t seed = 1; seed <= 60 && !caught; ++seed) {
+      caught = !replays(world, in_host, seed, /*areas=*/false);
     }
     check(caught, "world " + std::to_string(world) + ": nothing misses the second area");
   }
