@@ -88,6 +88,7 @@ def run(programs: Path, folder: Path, out: Path) -> list[str]:
         "PREBUILT": str(programs),
         "PYTHON": sys.executable,
         "REHEARSAL": "1",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # programs run once
     }
     done = subprocess.run(
         [HERE / "run.sh", out], env=environment, stdout=subprocess.PIPE, text=True, check=False
