@@ -248,7 +248,9 @@ def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl, reduction:
     on_gpu = arguments.platform == "cuda"
     stands_for = {"nccl": nccl, "peer": Peer(), "host": Peer(memory="host")}
     for exchange in arguments.exchanges.split(","):
-        taken = stands_for.get(exchange, exchange) if on_gpu else "xla"
+        taken = stands_for.get(exchange, exchange)
+        if not on_gpu and exchange in stands_for:
+            taken = "xla"
         methods[exchange] = mapped(
             lambda x, axis, e=taken, **tiled: ours(x, axis, compressor, exchange=e, **tiled, **how)
         )

@@ -177,6 +177,8 @@ if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck synccheck; do
     step ${tool}_peers 60 compute-sanitizer --tool $tool --error-exitcode 9 \
       "$programs/virtual_peers" 3 20011
+    step ${tool}_peers_host 60 compute-sanitizer --tool $tool --error-exitcode 9 \
+      "$programs/virtual_peers" 3 20011 1 host
   done
 else
   leave_out "memcheck, racecheck, initcheck, synccheck" "there is no compute-sanitizer"

@@ -66,6 +66,7 @@ int main(int argc, char** argv) {
   const int world = static_cast<int>(problem.world);
   const int repeats = argc > 3 ? std::atoi(argv[3]) : 1;
   const std::string memory = argc > 4 ? argv[4] : "device";
+  if (memory != "device" && memory != "host") fail("memory is " + memory + ": not device or host");
   CGX_REQUIRE(cudaSetDevice(0));
   CGX_REQUIRE(cgx::load_peer_kernels());
   const cgx::Layout layout = problem.owned.view();

@@ -62,14 +62,14 @@ class PeerWarp {
   };
 
   __device__ uint8_t* window(int rank) const { return state_->window[rank]; }
-  // Where `rank` finds the records of others for its chunk, and where it finds those of a chunk's
-  // mean: u8[world, row_bytes].
+  // Where `rank` finds the records of others for its chunk, u8[world, row_bytes], and where it
+  // finds those of a chunk's mean, u8[row_bytes].
   __device__ uint8_t* records(int rank) const {
     return args_.shape.payload(window(rank), Leg::kToOwner);
   }
   __device__ uint8_t* means(int rank, int chunk) const {
-    return args_.shape.payload(window(args_.shape.in_host ? chunk : rank), Leg::kFromOwner) +
-           chunk * args_.row_bytes;
+    if (args_.shape.in_host) return args_.shape.payload(window(chunk), Leg::kFromOwner);
+    return args_.shape.payload(window(rank), Leg::kFromOwner) + chunk * args_.row_bytes;
   }
   __device__ uint64_t* arrived(int rank, Leg leg, int packet, int from) const {
     return args_.shape.arrived(window(rank), leg, packet, from);

@@ -19,8 +19,9 @@
 //   - Step 2 of B overwrites means that A reads in step 3 of e. But it waits for a flag of A with
 //     the number e + 1, which A has not raised.
 //
-// So records need no second buffer. But the records of the two legs never share memory, and every
-// launch has packets, so it waits for every rank.
+// So records need no second buffer. But the records of the two legs never share memory, because
+// rows of another launch may have another size, and every launch has packets, so it waits for every
+// rank.
 //
 // Windows may lie in host memory, for devices that cannot map each other's. Every byte then crosses
 // the device's link, so a rank writes its means only into its own window, and all ranks read them
@@ -74,15 +75,19 @@ struct WindowShape {
     const int64_t bytes = int64_t{sizeof(uint64_t)} * world * 2 * kPackets;
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  CGX_HD int64_t bytes() const { return rows() + 2 * area_bytes; }
+  // In host memory the second area has one row, that of the window's owner.
+  CGX_HD int64_t bytes() const {
+    const int64_t row = (area_bytes / world + kAlignment - 1) / kAlignment * kAlignment;
+    return rows() + area_bytes + (in_host ? row : area_bytes);
+  }
 
   // The flag that `rank` raises when it has written that packet.
   CGX_HD uint64_t* arrived(uint8_t* window, Leg leg, int packet, int rank) const {
     const int64_t before = leg == Leg::kFromOwner ? kPackets : 0;
     return reinterpret_cast<uint64_t*>(window) + world * (before + packet) + rank;
   }
-  // u8[world, row_bytes]. kToOwner has one row from each rank; kFromOwner has one row per chunk, in
-  // host memory only that of the window's owner.
+  // u8[rows, row_bytes]. kToOwner has one row from each rank; kFromOwner has one row per chunk, or
+  // in host memory one row.
   CGX_HD uint8_t* payload(uint8_t* window, Leg leg) const {
     return window + rows() + (leg == Leg::kFromOwner ? area_bytes : 0);
   }

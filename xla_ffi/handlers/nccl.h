@@ -37,8 +37,9 @@ struct Stages {
 // All-gather: (key, leaves) -> leaves[world], payloads.
 Stages nccl_stages(Collective collective);
 
-// The all-reduce over peers' memory: (keys of both phases, leaves) -> leaves [, residuals]. The
-// Initialize stage creates the communicator's window once; all ranks have to take part.
+// The all-reduce over peers' memory: (keys of both phases, leaves [, units]) -> leaves [,
+// residuals]. The Initialize stage creates the communicator's window once; all ranks have to take
+// part.
 Stages peer_stages();
 
 }  // namespace cgx

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/kernels.h"
+#include "nccl/generations.h"
 
 namespace cgx {
 namespace {
@@ -111,12 +112,15 @@ CudaLane::Family* CudaLane::find(NcclComm comm) {
 
 // Finds or creates the family of the communicator that lies at `comm` now.
 std::string CudaLane::current(const NcclLibrary& nccl, NcclComm comm, Family** family) {
+  int64_t generation = 0;
+  std::string error = generation_of(nccl, comm, &generation);
   *family = find(comm);
-  if (!*family || !nccl.unmark(comm, (*family)->mark)) {
+  if (error.empty() && (!*family || (*family)->generation != generation)) {
     *family = &families_.emplace_front();
     (*family)->comm = comm;
+    (*family)->generation = generation;
   }
-  return nccl.mark(comm, &(*family)->mark);
+  return error;
 }
 
 // XLA's communicators share their connections with the communicators that are split from them, and

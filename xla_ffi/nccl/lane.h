@@ -52,7 +52,7 @@ class CudaLane {
   // may still send on them, and NCCL may still write the handle of one that took too long.
   struct Family {
     NcclComm comm;
-    int mark = 0;  // gone if another communicator has the same address
+    int64_t generation = 0;
     NcclComm stem = nullptr;
     std::array<NcclComm, kMostStreams - 1> made = {};
     int64_t count = 0;      // how many of `made` exist
@@ -60,7 +60,7 @@ class CudaLane {
     std::string error;      // is permanent: no rank knows how far the others got
   };
 
-  Family* find(NcclComm comm);
+  Family* find(NcclComm comm);  // the newest
   std::string current(const NcclLibrary& nccl, NcclComm comm, Family** family);
   static std::string grow(Family* family, int64_t count, int blocks, const NcclLibrary& nccl,
                           int32_t rank, std::chrono::milliseconds patience);

@@ -6,7 +6,6 @@
 
 #include <cuda_runtime_api.h>
 #include <stddef.h>
-#include <stdint.h>
 
 #include <chrono>
 #include <climits>
@@ -79,16 +78,6 @@ struct NcclLibrary {
     }
     return result;
   }
-  // Marks the communicator that lies at `comm` now. XLA may later put another one at this address,
-  // and then does so on every rank, but maybe not with an equal address on every rank. The mark is
-  // an operator, which exists only in the communicator that it was created on, so it gives all
-  // ranks the same answer. Returns what went wrong, or "".
-  std::string mark(NcclComm comm, int* op) const {
-    uint8_t one = 1;
-    return said("ncclRedOpCreatePreMulSum", op_create(op, &one, kBytes, kHostScalar, comm));
-  }
-  // Whether the communicator has that mark, and removes it: NCCL cannot look up an operator.
-  bool unmark(NcclComm comm, int op) const { return op_destroy(op, comm) == kSuccess; }
   // What went wrong in such a call if it takes at most `patience`. For calls whose memory is never
   // freed, because NCCL may still use it afterwards.
   std::string settled(const char* call, NcclComm comm, int result,

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "nccl/generations.h"
 #include "nccl/shared_memory.h"
 
 namespace cgx {
@@ -25,23 +26,40 @@ std::string seconds(std::chrono::milliseconds time) {
 
 int64_t area_bytes(const Layout& layout) { return layout.world * row_bytes(layout); }
 
-// The ranks of a communicator, which meet while windows are made.
+// What a rank tells the others while windows are made.
+template <size_t kSize>
+struct Text {
+  char chars[kSize] = {};
+
+  Text() = default;
+  explicit Text(const std::string& text) { text.copy(chars, kSize); }
+  std::string text() const { return std::string(chars, strnlen(chars, kSize)); }
+};
+struct Note {
+  int64_t bytes, step;  // of all windows, and of making them: the same on all ranks
+  Text<64> name;        // of shared memory
+  Text<192> error;
+};
+static_assert(sizeof(Note) % 16 == 0, "NCCL's alignment");
+
+// Where the ranks of a communicator meet.
 struct Ranks {
   const NcclLibrary& nccl;
   NcclComm comm;
   int32_t rank, world;
   cudaStream_t stream;
-  std::chrono::milliseconds timeout;
+  Note* board;  // device memory, for a note of each rank
+  std::chrono::milliseconds patience;
+  std::chrono::steady_clock::time_point deadline;
 };
 
 // Waits for what is on the stream. Returns what went wrong, or "".
 std::string wait(const Ranks& ranks) {
-  const auto deadline = std::chrono::steady_clock::now() + ranks.timeout;
   cudaError_t state;
   while ((state = cudaStreamQuery(ranks.stream)) == cudaErrorNotReady) {
-    if (std::chrono::steady_clock::now() >= deadline) {
-      return "a rank has not come to this call after " + std::to_string(ranks.timeout.count()) +
-             " ms: see whether every process still runs and makes the same calls in one order";
+    if (std::chrono::steady_clock::now() >= ranks.deadline) {
+      return "a rank has not come to this call after " + seconds(ranks.patience) +
+             " s: see whether every process still runs and makes the same calls in one order";
     }
     std::this_thread::yield();
   }
@@ -53,48 +71,30 @@ std::string copy_to_device(const Ranks& ranks, void* to, const void* from, size_
   return error == cudaSuccess ? wait(ranks) : said(error);
 }
 
-// What a rank tells the others.
-template <size_t kSize>
-struct Text {
-  char chars[kSize] = {};
-
-  Text() = default;
-  explicit Text(const std::string& text) { text.copy(chars, kSize); }
-  std::string text() const { return std::string(chars, strnlen(chars, kSize)); }
-};
-struct Note {
-  Text<64> name;  // of shared memory
-  Text<192> error;
-};
-static_assert(sizeof(Note) % 16 == 0, "NCCL's alignment");
-
 // Gives every rank the notes of all ranks. Returns what went wrong, or "": also an error that a
 // rank's note tells of, which is then the same one on all ranks.
 std::string exchange(const Ranks& ranks, const Note& own, std::vector<Note>* notes) {
-  notes->assign(ranks.world, Note{});
-  const size_t bytes = ranks.world * sizeof(Note);
-  void* memory = nullptr;
-  cudaError_t error = cudaMalloc(&memory, bytes);
-  if (error != cudaSuccess) return said(error);
-  Note* const there = static_cast<Note*>(memory);
-  std::string text = copy_to_device(ranks, there + ranks.rank, &own, sizeof(Note));
+  std::string text = copy_to_device(ranks, ranks.board + ranks.rank, &own, sizeof(Note));
   if (!text.empty()) return text;
   NcclGroup group(ranks.nccl, ranks.comm, ranks.stream);
   for (int32_t peer = 0; peer < ranks.world; ++peer) {
     if (peer == ranks.rank) continue;
-    group.send(there + ranks.rank, sizeof(Note), peer);
-    group.recv(there + peer, sizeof(Note), peer);
+    group.send(ranks.board + ranks.rank, sizeof(Note), peer);
+    group.recv(ranks.board + peer, sizeof(Note), peer);
   }
   text = group.end();
-  // After an error the memory is never freed, because messages may still use it.
   if (text.empty()) text = wait(ranks);
   if (!text.empty()) return text;
-  error = cudaMemcpy(notes->data(), there, bytes, cudaMemcpyDeviceToHost);
-  if (error == cudaSuccess) error = cudaFree(there);
+  notes->resize(ranks.world);
+  const cudaError_t error =
+      cudaMemcpy(notes->data(), ranks.board, ranks.world * sizeof(Note), cudaMemcpyDeviceToHost);
   if (error != cudaSuccess) return said(error);
   for (int32_t r = 0; r < ranks.world; ++r) {
-    const std::string told = (*notes)[r].error.text();
-    if (!told.empty()) return "rank " + std::to_string(r) + ": " + told;
+    const Note& note = (*notes)[r];
+    if (note.bytes != own.bytes || note.step != own.step) {
+      return "rank " + std::to_string(r) + " is in another call";
+    }
+    if (text = note.error.text(); !text.empty()) return "rank " + std::to_string(r) + ": " + text;
   }
   return "";
 }
@@ -116,7 +116,7 @@ std::string device_windows(const Ranks& ranks, const WindowShape& shape, WindowS
   NcclWindow window = nullptr;
   const int result =
       nccl.window_register(ranks.comm, memory, bytes, &window, NcclLibrary::kSymmetric);
-  text = nccl.settled("ncclCommWindowRegister", ranks.comm, result, ranks.timeout);
+  text = nccl.settled("ncclCommWindowRegister", ranks.comm, result, ranks.patience);
   if (!text.empty()) return text;
   for (int32_t r = 0; r < ranks.world; ++r) {
     void* peer = nullptr;
@@ -136,33 +136,49 @@ std::string device_windows(const Ranks& ranks, const WindowShape& shape, WindowS
   return "";
 }
 
-// The same in host memory. Its flags are zeros when it is new.
-std::string host_windows(const Ranks& ranks, const WindowShape& shape, WindowState* state) {
-  SharedMemory own;
+// The same in host memory: rank 0 makes the windows of all ranks. Flags are zeros when memory is
+// new. Tells the other ranks of an `error` that this one has had.
+std::string host_windows(const Ranks& ranks, const WindowShape& shape, std::string error,
+                         WindowState* state) {
+  const int64_t bytes = ranks.world * shape.bytes();
+  SharedMemory memory;
   std::vector<Note> notes;
-  const std::string made = own.create(shape.bytes());
-  std::string text = exchange(ranks, {Text<64>(own.name()), Text<192>(made)}, &notes);
-  if (!text.empty()) return text;
-  std::string mapped;
-  for (int32_t r = 0; r < ranks.world && mapped.empty(); ++r) {
-    mapped = map_shared(notes[r].name.text(), shape.bytes(), &state->window[r]);
-    if (mapped.empty()) continue;
-    mapped = "no access to the window of rank " + std::to_string(r) + ", " + mapped +
-             "; all ranks must be in one node, and share /dev/shm";
+  if (ranks.rank == 0 && error.empty()) error = memory.create(bytes);
+  error = exchange(ranks, {bytes, 1, Text<64>(memory.name()), Text<192>(error)}, &notes);
+  if (!error.empty()) return error;
+  error = memory.map(notes[0].name.text(), bytes);
+  if (!error.empty()) {
+    error = "no access to the windows, " + error +
+            "; all ranks must be in one node, and share /dev/shm";
   }
-  // After this, every rank has mapped all windows, and they need no name.
-  return exchange(ranks, {{}, Text<192>(mapped)}, &notes);
+  // After this, every rank has mapped the windows, and they need no name.
+  error = exchange(ranks, {bytes, 2, {}, Text<192>(error)}, &notes);
+  if (!error.empty()) return error;
+  uint8_t* const first = memory.keep();
+  for (int32_t r = 0; r < ranks.world; ++r) state->window[r] = first + r * shape.bytes();
+  return "";
 }
 
 }  // namespace
 
-PeerLane::Window* PeerLane::find(NcclComm comm, const Layout& layout, bool in_host) {
-  // The newest window of a communicator is its largest.
+const PeerLane::Window* PeerLane::find(NcclComm comm, const Layout& layout, bool in_host) const {
+  // The newest window of a communicator in a kind of memory is its largest.
   for (auto w = windows_.rbegin(); w != windows_.rend(); ++w) {
     if (w->comm != comm || w->shape.in_host != in_host) continue;
     return w->shape.area_bytes >= area_bytes(layout) ? &*w : nullptr;
   }
   return nullptr;
+}
+
+std::string PeerLane::gave_up(NcclComm comm, const PeerHow& how) const {
+  for (const Window& w : windows_) {
+    if (w.comm != comm || *const_cast<const volatile uint32_t*>(w.told) == 0) continue;
+    return "an earlier call waited for a rank in vain, and its results are NaN: see whether every "
+           "process still runs and makes the same calls in one order, and start all of them again. "
+           "If a rank is only slow, use a larger timeout than Peer(timeout=" +
+           seconds(how.timeout) + ")";
+  }
+  return "";
 }
 
 std::string PeerLane::prepare(const Layout& layout, const PeerHow& how, const NcclLibrary& nccl,
@@ -174,63 +190,73 @@ std::string PeerLane::prepare(const Layout& layout, const PeerHow& how, const Nc
   }
   if (!how.in_host && !nccl.has_windows()) {
     return "the NCCL that is loaded has no ncclGetPeerDevicePointer; it needs NCCL 2.29: "
-           "pip install -U nvidia-nccl-cu13";
+           "pip install -U nvidia-nccl-cu13, or use Peer(memory=\"host\")";
   }
-  if (Window* const window = find(comm, layout, how.in_host)) {
-    if (nccl.unmark(comm, window->mark)) return nccl.mark(comm, &window->mark);
-    windows_.erase(std::remove_if(windows_.begin(), windows_.end(),
-                                  [&](const Window& w) { return w.comm == comm; }),
-                   windows_.end());
+  int64_t generation = 0;
+  std::string error = generation_of(nccl, comm, &generation);
+  if (!error.empty()) return error;
+  windows_.erase(
+      std::remove_if(windows_.begin(), windows_.end(),
+                     [&](const Window& w) { return w.comm == comm && w.generation != generation; }),
+      windows_.end());
+  if (error = gave_up(comm, how); !error.empty()) return error;
+  if (find(comm, layout, how.in_host)) return "";
+  Window made = {};
+  made.comm = comm;
+  made.generation = generation;
+  error = make(layout, how, nccl, rank, &made);
+  if (error.empty()) {
+    windows_.push_back(made);
+  } else {
+    stream_ = nullptr, board_ = nullptr;
   }
-  return make(layout, how, nccl, comm, rank);
+  return error;
 }
 
 // The memory of an abandoned window is never freed, because a late peer may still write to it.
 std::string PeerLane::make(const Layout& layout, const PeerHow& how, const NcclLibrary& nccl,
-                           NcclComm comm, int32_t rank) {
-  Window made = {};
-  made.comm = comm;
-  made.shape.in_host = how.in_host;
-  made.shape.world = static_cast<int32_t>(layout.world);
-  made.shape.area_bytes = int64_t{1} << 16;
-  while (made.shape.area_bytes < area_bytes(layout)) made.shape.area_bytes *= 2;
-  cudaError_t error =
-      stream_ ? cudaSuccess : cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
-  if (error == cudaSuccess) {
-    error = cudaHostAlloc(reinterpret_cast<void**>(&made.told), sizeof(uint32_t),
-                          cudaHostAllocPortable | cudaHostAllocMapped);
-  }
-  if (error == cudaSuccess) {
-    *made.told = 0;
-    error = cudaEventCreateWithFlags(&made.last, cudaEventDisableTiming);
-  }
-  if (error == cudaSuccess) {
-    error = cudaMalloc(reinterpret_cast<void**>(&made.state), sizeof(WindowState));
-  }
+                           int32_t rank, Window* made) {
+  WindowShape& shape = made->shape;
+  shape.world = static_cast<int32_t>(layout.world);
+  shape.in_host = how.in_host;
+  shape.area_bytes = int64_t{1} << 16;
+  while (shape.area_bytes < area_bytes(layout)) shape.area_bytes *= 2;
+  cudaError_t error = cudaSuccess;
+  if (!stream_) error = cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
+  if (!board_ && error == cudaSuccess) error = cudaMalloc(&board_, kMaxPeers * sizeof(Note));
   if (error != cudaSuccess) return said(error);
-  const Ranks ranks{nccl, comm, rank, made.shape.world, stream_, how.timeout};
+  const std::chrono::milliseconds patience = std::max(how.timeout, kPeerSetup);
+  const Ranks ranks{nccl,     made->comm,
+                    rank,     shape.world,
+                    stream_,  static_cast<Note*>(board_),
+                    patience, std::chrono::steady_clock::now() + patience};
+  error = cudaHostAlloc(reinterpret_cast<void**>(&made->told), sizeof(uint32_t),
+                        cudaHostAllocPortable | cudaHostAllocMapped);
+  if (error == cudaSuccess) {
+    *made->told = 0;
+    error = cudaEventCreateWithFlags(&made->last, cudaEventDisableTiming);
+  }
+  if (error == cudaSuccess) {
+    error = cudaMalloc(reinterpret_cast<void**>(&made->state), sizeof(WindowState));
+  }
   WindowState state = {};
-  std::string text = (how.in_host ? host_windows : device_windows)(ranks, made.shape, &state);
-  if (text.empty()) text = nccl.mark(comm, &made.mark);
-  if (!text.empty()) return text;
-  text = copy_to_device(ranks, made.state, &state, sizeof(state));
-  if (text.empty()) windows_.push_back(made);
-  return text;
+  std::string text = said(error);
+  if (how.in_host) {
+    text = host_windows(ranks, shape, text, &state);
+  } else if (text.empty()) {
+    text = device_windows(ranks, shape, &state);
+  }
+  return text.empty() ? copy_to_device(ranks, made->state, &state, sizeof(state)) : text;
 }
 
 std::string PeerLane::all_reduce(const PeerSpec& spec, NcclComm comm, int32_t rank,
                                  cudaStream_t stream) {
   const Window* const window = find(comm, spec.layout, spec.how.in_host);
   if (!window) return "the stage Initialize of this call has not run on its device";
-  if (*const_cast<const volatile uint32_t*>(window->told) != 0) {
-    return "an earlier call waited for a rank in vain, and its results are NaN: see whether every "
-           "process still runs and makes the same calls in one order, and start all of them again. "
-           "If a rank is only slow, use a larger timeout than Peer(timeout=" +
-           seconds(spec.how.timeout) + ")";
-  }
+  std::string error = gave_up(comm, spec.how);
+  if (!error.empty()) return error;
   std::vector<PeerTableInUnits> tables;
-  std::string error =
-      peer_tables(spec.layout, spec.in, spec.out, spec.residuals, spec.units, &tables);
+  error = peer_tables(spec.layout, spec.in, spec.out, spec.residuals, spec.units, &tables);
   if (!error.empty()) return error;
   const PeerArgs args{window->state,          window->shape,
                       window->told,           spec.keys,

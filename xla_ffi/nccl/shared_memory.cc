@@ -9,6 +9,7 @@
 
 #include <random>
 #include <system_error>
+#include <utility>
 
 #include "nccl/library.h"
 
@@ -23,6 +24,8 @@ std::string failed(const std::string& call, int error) {
 
 SharedMemory::~SharedMemory() {
   if (!name_.empty()) shm_unlink(name_.c_str());
+  if (on_device_) cudaHostUnregister(view_);
+  if (view_) munmap(view_, bytes_);
 }
 
 std::string SharedMemory::create(size_t bytes) {
@@ -33,27 +36,36 @@ std::string SharedMemory::create(size_t bytes) {
   if (file < 0) return failed("shm_open", errno);
   name_ = name;
   // Reserves the pages now: without room, the first write to one would end the process.
-  const int error = posix_fallocate(file, 0, static_cast<off_t>(bytes));
+  int error;
+  while ((error = posix_fallocate(file, 0, static_cast<off_t>(bytes))) == EINTR) {
+  }
   close(file);
   if (error == 0) return "";
   return failed("no " + std::to_string(bytes) + " bytes of shared memory", error) +
          ". Give /dev/shm more room; of a container, with --shm-size";
 }
 
-std::string map_shared(const std::string& name, size_t bytes, uint8_t** mapped) {
+std::string SharedMemory::map(const std::string& name, size_t bytes) {
   const int file = shm_open(name.c_str(), O_RDWR, 0);
   if (file < 0) return failed("shm_open", errno);
-  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  void* const view = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   const int error = errno;
   close(file);
-  if (memory == MAP_FAILED) return failed("mmap", error);
-  cudaError_t result =
-      cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
-  void* address = nullptr;
-  if (result == cudaSuccess) result = cudaHostGetDevicePointer(&address, memory, 0);
-  *mapped = static_cast<uint8_t*>(address);
-  if (result != cudaSuccess) munmap(memory, bytes);
+  if (view == MAP_FAILED) return failed("mmap", error);
+  view_ = view, bytes_ = bytes;
+  void* on_device = nullptr;
+  cudaError_t result = cudaHostRegister(view, bytes, cudaHostRegisterMapped);
+  if (result == cudaSuccess) {
+    result = cudaHostGetDevicePointer(&on_device, view, 0);
+    if (result != cudaSuccess) cudaHostUnregister(view);
+  }
+  on_device_ = static_cast<uint8_t*>(on_device);
   return said(result);
+}
+
+uint8_t* SharedMemory::keep() {
+  view_ = nullptr;
+  return std::exchange(on_device_, nullptr);
 }
 
 }  // namespace cgx

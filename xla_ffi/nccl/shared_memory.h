@@ -1,4 +1,4 @@
-// Host memory that the processes of a node share, mapped for their devices.
+// Host memory that the processes of a node share, mapped for a device.
 #ifndef CGX_NCCL_SHARED_MEMORY_H_
 #define CGX_NCCL_SHARED_MEMORY_H_
 
@@ -9,8 +9,9 @@
 
 namespace cgx {
 
-// Memory under a name by which other processes can map it. The name goes with this object; the
-// memory lives as long as a process has it mapped.
+// Memory that goes by a name, and this process's view of it. The name goes with the object that
+// created it, and the view with the object that mapped it, unless it is kept. The memory lives as
+// long as it has either.
 class SharedMemory {
  public:
   SharedMemory() = default;
@@ -22,13 +23,17 @@ class SharedMemory {
   std::string create(size_t bytes);
   const std::string& name() const { return name_; }  // "" before create()
 
+  // Maps memory of that name for the current device. Returns what went wrong, or "".
+  std::string map(const std::string& name, size_t bytes);
+  // Where the current device finds it, for good.
+  uint8_t* keep();
+
  private:
   std::string name_;
+  void* view_ = nullptr;
+  size_t bytes_ = 0;
+  uint8_t* on_device_ = nullptr;  // null: the view is not registered
 };
-
-// Maps memory of that name into this process, for good, and for its devices. Returns what went
-// wrong, or "". `mapped` is then its address on the current device.
-std::string map_shared(const std::string& name, size_t bytes, uint8_t** mapped);
 
 }  // namespace cgx
 

@@ -81,7 +81,10 @@ def old_nccl() -> str | None:
         return None  # not PyPI's copy; the first call checks its version
     if tuple(int(part) for part in version.split(".")[:2]) >= NCCL:
         return None
-    return f"NCCL is {version}, but must be 2.29 or newer; pip install -U nvidia-nccl-cu13"
+    return (
+        f"NCCL is {version}, but must be 2.29 or newer; pip install -U nvidia-nccl-cu13, or use "
+        'Peer(memory="host")'
+    )
 
 
 def _lowering(ctx: mlir.LoweringRuleContext, *operands: jax.Array, bound: fused.Bound) -> Any:

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <atomic>
 #include <vector>
 
 #include "streams.h"
@@ -107,8 +108,22 @@ inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
 }
 
 // Host memory is mapped for the devices where it is.
+namespace emulator {
+// How many mappings there are, and the device that refuses them (-1: none).
+struct Mappings {
+  std::atomic<int> count{0}, refused_on{-1};
+};
+inline Mappings mappings;
+}  // namespace emulator
 inline cudaError_t cudaHostRegister(void*, size_t, unsigned) {
-  return emulator::cuda_fails() ? cudaErrorLaunchFailure : cudaSuccess;
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
+  if (emulator::device() == emulator::mappings.refused_on) return cudaErrorMemoryAllocation;
+  ++emulator::mappings.count;
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostUnregister(void*) {
+  --emulator::mappings.count;
+  return cudaSuccess;
 }
 inline cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
   if (emulator::cuda_fails()) return cudaErrorLaunchFailure;

@@ -10,7 +10,8 @@ namespace emulator {
 inline Comm* comm_of(cgx::NcclComm comm) { return reinterpret_cast<Comm*>(comm); }
 inline cgx::NcclComm handle(Comm* comm) { return reinterpret_cast<cgx::NcclComm>(comm); }
 
-// Operators of a communicator are numbers from kOperators on. Only the latest one exists.
+// Operators of a communicator are numbers from kOperators on. A new one gets the first free number,
+// as in NCCL, so two communicators with one address give the same numbers.
 constexpr int kOperators = 100, kInvalidArgument = 4;
 
 inline cgx::NcclLibrary nccl() {
@@ -47,11 +48,19 @@ inline cgx::NcclLibrary nccl() {
     return result;
   };
   l.op_create = [](int* op, void*, int, int, NcclComm comm) {
-    *op = kOperators + static_cast<int>(++comm_of(comm)->marks);
+    uint64_t& operators = comm_of(comm)->operators;
+    int number = 0;
+    while (operators >> number & 1) ++number;
+    operators |= uint64_t{1} << number;
+    *op = kOperators + number;
     return cgx::NcclLibrary::kSuccess;
   };
   l.op_destroy = [](int op, NcclComm comm) {
-    return op == kOperators + comm_of(comm)->marks ? cgx::NcclLibrary::kSuccess : kInvalidArgument;
+    const int number = op - kOperators;
+    uint64_t& operators = comm_of(comm)->operators;
+    if (number < 0 || number > 63 || !(operators >> number & 1)) return kInvalidArgument;
+    operators &= ~(uint64_t{1} << number);
+    return cgx::NcclLibrary::kSuccess;
   };
   return l;
 }

@@ -101,7 +101,8 @@ struct Comm {
   int64_t resources = 0;  // the communicator whose connections it uses
   bool share = true;      // whether communicators split from it use them too
   int blocks = 32;        // thread blocks of its messages, at most
-  int64_t splits = 0, marks = 0;
+  int64_t splits = 0;
+  uint64_t operators = 0;  // a bit for each that exists
 };
 int group_start();
 int group_end();

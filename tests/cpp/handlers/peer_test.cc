@@ -52,6 +52,8 @@ int result_of(const char* call, int otherwise = cgx::NcclLibrary::kSuccess) {
   return 6;  // ncclRemoteError
 }
 
+std::string initialized[kWorld];  // what Initialize of each rank said in the last call
+
 // XLA makes its communicators anew, and NCCL forgets the windows and messages of the old ones.
 void renew_communicators() {
   nccl.gone = std::max(nccl.made[0], nccl.made[1]);
@@ -157,22 +159,22 @@ std::string call(Ranks& ranks, const Options& options) {
     }
   };
   stage(cgx::nccl_prepare, XLA_FFI_ExecutionStage_PREPARE);
+  for (std::string& said : initialized) said = "";
   if (options.initialize && options.in_host == 0) {
     stage(cgx::peer_stages().initialize, XLA_FFI_ExecutionStage_INITIALIZE);
   } else if (options.initialize && error.empty()) {
     // The ranks wait for each other.
-    std::vector<std::string> said(kWorld);
     std::vector<std::thread> threads;
     emulator::fail_cuda_at(options.failing);
     for (int r = 0; r < options.initializing; ++r) {
       threads.emplace_back([&, r] {
-        said[r] = frames[r].call(cgx::peer_stages().initialize, XLA_FFI_ExecutionStage_INITIALIZE,
-                                 &ranks.contexts[r]);
+        initialized[r] = frames[r].call(cgx::peer_stages().initialize,
+                                        XLA_FFI_ExecutionStage_INITIALIZE, &ranks.contexts[r]);
       });
     }
     for (std::thread& thread : threads) thread.join();
     emulator::fail_cuda_at(-1);
-    for (const std::string& text : said) error = error.empty() ? text : error;
+    for (const std::string& text : initialized) error = error.empty() ? text : error;
   }
   emulator::submit(ranks.streams.back(), [rest = options.late]() mutable { return --rest < 0; });
   stage(cgx::peer_stages().execute, XLA_FFI_ExecutionStage_EXECUTE, options.executing);
@@ -191,13 +193,16 @@ std::string call(Ranks& ranks, const Options& options) {
 void sums() {
   for (const bool in_host : {false, true}) {
     Ranks ranks;
+    const int mapped = emulator::mappings.count;
     for (uint64_t seed = 1; seed <= 8; ++seed) {
       Options options{1000, 4, 0, seed % 2 == 0, true, seed};
       options.units = seed % 3 == 0, options.in_host = in_host;
       const std::string said = call(ranks, options);
       check(said.empty(), "sums: " + said);
     }
-    check(nccl.made[0] == !in_host && nccl.made[1] == !in_host, "one window does for all calls");
+    check(nccl.made[0] == !in_host && nccl.made[1] == !in_host &&
+              emulator::mappings.count - mapped == (in_host ? kWorld : 0),
+          "one window does for all calls");
   }
   Ranks ranks;
   Options options;
@@ -270,35 +275,55 @@ int names_left() {
 // Memory goes by its name until its maker is gone.
 void shared_memory() {
   constexpr size_t kBytes = 1 << 16;
+  const int mapped = emulator::mappings.count;
   uint8_t *one = nullptr, *other = nullptr;
   std::string name;
   {
-    cgx::SharedMemory memory;
+    cgx::SharedMemory memory, view, dropped;
     check(memory.create(kBytes).empty() && names_left() == 1, "shared memory: is made");
     name = memory.name();
-    check(cgx::map_shared(name, kBytes, &one).empty() &&
-              cgx::map_shared(name, kBytes, &other).empty() && one != other,
+    check(memory.map(name, kBytes).empty() && view.map(name, kBytes).empty() &&
+              dropped.map(name, kBytes).empty(),
           "shared memory: is mapped");
+    one = memory.keep(), other = view.keep();
   }
+  check(emulator::mappings.count == mapped + 2, "shared memory: a view that is not kept goes");
   check(std::all_of(one, one + kBytes, [](uint8_t byte) { return byte == 0; }),
         "shared memory: is zeros");
   one[kBytes - 1] = 7;
   check(other[kBytes - 1] == 7, "shared memory: is shared");
-  check(has(cgx::map_shared(name, kBytes, &one), "shm_open: No such file"),
+  check(has(cgx::SharedMemory().map(name, kBytes), "shm_open: No such file"),
         "shared memory: has no name any more");
   check(has(cgx::SharedMemory().create(size_t{1} << 60), "no 1152921504606846976 bytes of shared"),
         "shared memory: room is asked for");
   check(names_left() == 0, "shared memory: no name is left");
 }
 
-// If a rank cannot make or map a window, all ranks fail, and no name is left. A rank that fails
-// where the others cannot hear it lets them wait for the timeout.
+// If a rank cannot map the windows, all ranks say so, and nothing of them is left. The next call is
+// right. A rank that fails where the others cannot hear it lets them wait.
 void host_windows_that_fail() {
+  for (int r = 0; r < kWorld; ++r) {
+    Ranks ranks;
+    Options options;
+    options.in_host = 1;
+    const int mapped = emulator::mappings.count;
+    emulator::mappings.refused_on = ranks.devices[r];
+    call(ranks, options);
+    const std::string expected = "over axis 'data': rank " + std::to_string(r) +
+                                 ": no access to the windows, CUDA: out of memory; all ranks must";
+    for (const std::string& said : initialized) {
+      check(has(said, expected), "host: expected '" + expected + "', got '" + said + "'");
+    }
+    check(emulator::mappings.count == mapped && names_left() == 0, "host: nothing is left");
+    emulator::mappings.refused_on = -1;
+    const std::string next = call(ranks, options);
+    check(next.empty(), "host: after a failure: " + next);
+  }
   bool failed = true;
   for (int64_t k = 0; failed; ++k) {
     Ranks ranks;
     Options options;
-    options.in_host = 1, options.failing = k, options.timeout_ms = 100;
+    options.in_host = 1, options.failing = k, options.timeout_ms = 1;
     const std::string said = call(ranks, options);
     failed = !said.empty();
     check(!failed || has(said, "over axis 'data': "), "host: " + said);
@@ -307,9 +332,11 @@ void host_windows_that_fail() {
   }
   Ranks ranks;
   Options options;
-  options.in_host = 1, options.initializing = 1, options.timeout_ms = 50;
+  options.in_host = 1, options.initializing = 1, options.timeout_ms = 250;
   const std::string said = call(ranks, options);
-  check(has(said, "a rank has not come to this call after 50 ms"), "host: missing rank: " + said);
+  check(has(said, "a rank has not come to this call after 0.25 s"), "host: missing rank: " + said);
+  options.timeout_ms = 1;
+  check(has(call(ranks, options), "after 0.2 s"), "host: making windows may take longer");
 }
 
 // Once a communicator is lost, all calls of NCCL fail. Whichever call is the first, the handlers
@@ -320,7 +347,7 @@ void lost_communicators(bool in_host) {
     Ranks ranks;
     nccl.from = from;
     Options options;
-    options.in_host = in_host, options.timeout_ms = in_host ? 100 : options.timeout_ms;
+    options.in_host = in_host, options.timeout_ms = in_host ? 1 : options.timeout_ms;
     const std::string said = call(ranks, options);
     failed = nccl.failed;
     const std::string text = "lost: from call " + std::to_string(from) + ": " + said;
@@ -406,7 +433,8 @@ NcclLibrary make_library(bool windows) {
     return result_of("ncclRedOpCreatePreMulSum");
   };
   library.op_destroy = [](int op, NcclComm comm) {
-    return result_of("ncclRedOpDestroy", emulated.op_destroy(op, comm));
+    // If this is the first call that fails, the communicator counts as a new one.
+    return nccl.failed.empty() ? emulated.op_destroy(op, comm) : 6;
   };
   library.group_start = [] {
     const int result = result_of("ncclGroupStart");

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <thread>
 
+#include "nccl/generations.h"
 #include "problem.h"
 
 namespace {
@@ -267,6 +268,25 @@ void communicators() {
   nccl = whole;
 }
 
+// All who ask agree on which communicator lies at an address, although a new one gives its first
+// operator the number that the old one gave.
+void generations() {
+  emulator::Comm comm = {0, 1}, other = {0, 1};
+  const auto of = [](emulator::Comm& comm) {
+    int64_t generation = 0;
+    const std::string said =
+        cgx::generation_of(emulated_nccl(), emulator::handle(&comm), &generation);
+    check(said.empty(), "generations: " + said);
+    return generation;
+  };
+  const int64_t first = of(comm), of_other = of(other);
+  check(of(comm) == first && of(comm) == first, "generations: a communicator keeps its own");
+  comm = {0, 1, /*number=*/1};
+  const int64_t second = of(comm);
+  check(second != first && of(comm) == second, "generations: the next one has another");
+  check(of(other) == of_other, "generations: other addresses do not matter");
+}
+
 // The message kernels of all streams run at once on any device, or the number is refused.
 void messages_fit_on_the_device() {
   for (const int processors : {28, 33, 38, 39, 46, 58, 60, 132}) {
@@ -323,6 +343,7 @@ int main() {
   failures_come_after_every_wire();
   cuda_failures_come_after_every_wire();
   communicators();
+  generations();
   messages_fit_on_the_device();
   a_split_waits_for_messages();
   return report();
