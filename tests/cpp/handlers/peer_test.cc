@@ -43,10 +43,11 @@ struct Nccl {
   size_t gone = 0;  // windows that NCCL no longer knows
 } nccl;
 
+std::mutex nccl_mutex;  // ranks have threads while they make windows
+
 // The result of a call: `otherwise`, unless all calls fail by now.
 int result_of(const char* call, int otherwise = cgx::NcclLibrary::kSuccess) {
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(nccl_mutex);
   if (nccl.from < 0 || nccl.calls++ < nccl.from) return otherwise;
   if (nccl.failed.empty()) nccl.failed = call;
   return 6;  // ncclRemoteError
@@ -434,6 +435,7 @@ NcclLibrary make_library(bool windows) {
   };
   library.op_destroy = [](int op, NcclComm comm) {
     // If this is the first call that fails, the communicator counts as a new one.
+    const std::lock_guard<std::mutex> lock(nccl_mutex);
     return nccl.failed.empty() ? emulated.op_destroy(op, comm) : 6;
   };
   library.group_start = [] {
