@@ -4,6 +4,9 @@
 
 #include <stdlib.h>
 #include <string.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 #include <atomic>
 #include <vector>
@@ -115,10 +118,16 @@ struct Mappings {
 };
 inline Mappings mappings;
 }  // namespace emulator
-inline cudaError_t cudaHostRegister(void*, size_t, unsigned) {
+inline cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned) {
   if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   if (emulator::device() == emulator::mappings.refused_on) return cudaErrorMemoryAllocation;
   ++emulator::mappings.count;
+  // The address sanitizer may remember what was at these addresses before they were mapped.
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(memory, bytes);
+#else
+  static_cast<void>(memory), static_cast<void>(bytes);
+#endif
   return cudaSuccess;
 }
 inline cudaError_t cudaHostUnregister(void*) {
