@@ -9,6 +9,7 @@
 #endif
 
 #include <atomic>
+#include <mutex>
 #include <vector>
 
 #include "streams.h"
@@ -106,6 +107,8 @@ inline std::vector<void*>& host_memory() {
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *memory = malloc(bytes);
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
   emulator::host_memory().push_back(*memory);
   return cudaSuccess;
 }
