@@ -23,7 +23,6 @@ struct Call {
   PeerHow how;
 };
 
-constexpr int64_t kLongestBucket = int64_t{1} << 30;    // of all leaves, also those with units
 constexpr int64_t kLongestTimeout = 1'000'000'000'000;  // ms: its nanoseconds fit into 64 bits
 
 ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -32,7 +31,7 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
   const std::string& name = call->name;
   CGX_TRY(check_world(name, world));
   CGX_TRY(check_groups(name, groups, world));
-  const LayoutAttributes attributes{slots, world, 1, kLongestBucket};
+  const LayoutAttributes attributes{slots, world, 1, kMaxBucket};
   Leaves units;
   CGX_TRY(call->leaves.add(name, args, 1));
   CGX_TRY(split_units(name, attributes, &call->leaves, &units));
