@@ -343,17 +343,19 @@ void host_windows_that_fail() {
 // Once a communicator is lost, all calls of NCCL fail. Whichever call is the first, the handlers
 // name it, and the next call, on a new communicator, is right.
 void lost_communicators(bool in_host) {
-  std::string failed;
-  for (int64_t from = 0; from == 0 || !failed.empty(); ++from) {
+  bool lost = true;
+  for (int64_t from = 0; lost; ++from) {
     Ranks ranks;
     nccl.from = from;
     Options options;
-    options.in_host = in_host, options.timeout_ms = in_host ? 1 : options.timeout_ms;
-    const std::string said = call(ranks, options);
-    failed = nccl.failed;
+    options.in_host = in_host;
+    Options impatient = options;
+    impatient.timeout_ms = in_host ? 1 : options.timeout_ms;
+    const std::string said = call(ranks, impatient), failed = nccl.failed;
     const std::string text = "lost: from call " + std::to_string(from) + ": " + said;
-    if (failed.empty()) {
-      check(from > 0 && said.empty(), text);
+    lost = !said.empty();
+    if (!lost) {
+      check(from > 0 && failed.empty(), text);
       continue;
     }
     // The message about ncclMemAlloc has more words in between. In host memory, ranks run at once,
