@@ -76,7 +76,7 @@ def stand_ins(built, monkeypatch):
         received = xla.scatter(jnp.stack(encoded), axes)
         rank = axes.rank()
         own = lax.dynamic_index_in_dim(rows, rank, 0, keepdims=False)
-        return primitives.accumulate(rank, received, [own], layout)[0]
+        return primitives.accumulate(rank, received, [own], layout, divisor=call.divisor)[0]
 
     def all_gather(call, words, x):
         layout, axes = call.layout, call.axes
@@ -121,6 +121,26 @@ def test_a_fused_call_is_handed_what_gives_the_bytes_of_xla(
         for exchange in ("xla", "nccl")
     }
     assert np.asarray(by["nccl"]).tobytes() == np.asarray(by["xla"]).tobytes()
+
+
+@pytest.mark.parametrize("policy", [Q4, STOCHASTIC], ids=str)
+def test_a_mean_by_a_fused_call_is_that_of_xla(policy, mesh, stand_ins):
+    x = values(WORLD, 2 * WORLD, 64)
+
+    def mean(exchange):
+        tx = cgx_jax.scatter_gradients("data", policy, mesh=mesh, exchange=exchange)
+        return jax.jit(
+            jax.shard_map(
+                lambda v, state: tx.update(v[0], state)[0],
+                mesh=mesh,
+                in_specs=(P("data"), P()),
+                out_specs=P("data"),
+            )
+        )(x, tx.init(jnp.zeros(x.shape[1:])))
+
+    got = np.asarray(mean("nccl"))
+    assert got.tobytes() == np.asarray(mean("xla")).tobytes()
+    np.testing.assert_allclose(got, x.mean(axis=0), atol=0.7)
 
 
 @needs_streams
