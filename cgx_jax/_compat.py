@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -234,6 +234,31 @@ def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()  # jax 0.12
     return len(list(constants.vals)), len(list(carry.vals))
+
+
+def programs_in(values: Iterable[Any]) -> list[Any]:
+    """Returns the programs, closed or open, among an equation's parameters."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Jaxpr) or hasattr(value, "jaxpr"):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += programs_in(value)
+    return found
+
+
+def open_program(program: Any) -> Any:
+    """Returns the program of a closed one, which also has values for its constants."""
+    return getattr(program, "jaxpr", program)
+
+
+def constants_within(program: Any) -> list[Any]:
+    """Returns the constants of a program and of all programs within it."""
+    found = list(getattr(program, "consts", ()))
+    for eqn in open_program(program).eqns:
+        for inner in programs_in(eqn.params.values()):
+            found += constants_within(inner)
+    return found
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:

@@ -519,8 +519,11 @@ def test_eager_calls_are_never_stale(case):
     factor, model.temperature = 2.0, 3.0
     np.testing.assert_allclose(closed(params, x, y)[0], 2 * first[0], rtol=1e-5)
     np.testing.assert_allclose(method(params, x, y)[0], 3 * first[1], rtol=1e-5)
+    inner = vag(lambda p, x, y: jax.jit(lambda v: v + OFFSETS["now"])(loss_fn(p, x, y)))
+    np.testing.assert_allclose(inner(params, x, y)[0], first[0], rtol=1e-5)
     OFFSETS["now"] = jnp.ones(())
     np.testing.assert_allclose(method(params, x, y)[0], 3 * first[1] + 1, rtol=1e-5)
+    np.testing.assert_allclose(inner(params, x, y)[0], first[0] + 1, rtol=1e-5)
 
 
 def test_eager_calls_share_what_they_compile_and_say_once_that_jit_is_faster(case, caplog):

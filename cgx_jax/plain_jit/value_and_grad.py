@@ -356,8 +356,10 @@ class _Step:
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
         outputs = jax.tree.flatten(self.outputs, is_leaf=_is_output)
-        # The program's text: it names objects by their address, and this step keeps them alive.
-        text = str(self.part.jaxpr)
+        # The program's text: it names objects by their address, and this step keeps them alive. The
+        # text of a program within it leaves out its constants.
+        jaxpr = self.part.jaxpr
+        text = str(jaxpr) + str([id(x) for x in _compat.constants_within(jaxpr.jaxpr)])
         if "callback" in text or "..." in text:  # a text that leaves something out
             text += f" {id(self.part)}"
         return text, self.part.trees, self.splits, self.ranks, self.shards, str(outputs)

@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from cgx_jax import _compat
+
 
 class Kind(enum.Enum):
     """What plain jit's value is, given the ranks' values, up to a power of the world size."""
@@ -192,7 +194,7 @@ def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, (tuple, list)) and type(a) is type(b) and len(a) == len(b):
         return all(map(_alike, a, b))
     if hasattr(getattr(a, "jaxpr", a), "eqns"):
-        same = all(map(_alike, getattr(a, "consts", ()), getattr(b, "consts", ())))
+        same = _alike(_compat.constants_within(a), _compat.constants_within(b))
         return same and str(a) == str(b) and "callback" not in str(a)
     try:
         return type(a) is type(b) and bool(a == b)

@@ -6,11 +6,11 @@ shows which gradients are sums already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, Literal, Primitive
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from cgx_jax import _compat
@@ -112,7 +112,8 @@ def _within(equation: Any, places: set[int], summed: Callable[[Any], Any]) -> tu
     Returns the axis or None, and the numbers of the operands that the results depend on.
     """
     operands, results = len(equation.invars), len(equation.outvars)
-    inner = [p for p in _programs(equation.params.values()) if len(p.outvars) == results]
+    found = map(_compat.open_program, _compat.programs_in(equation.params.values()))
+    inner = [p for p in found if len(p.outvars) == results]
     if not inner:
         return None, set(range(operands))
     needed: set[int] = set()
@@ -150,13 +151,3 @@ def _through(program: Any, places: set[int], summed: Callable[[Any], Any]) -> tu
         invars = equation.invars
         needed |= {invars[i] for i in operands if not isinstance(invars[i], Literal)}
     return None, {i for i, v in enumerate(program.invars) if v in needed}
-
-
-def _programs(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, Jaxpr) or hasattr(value, "jaxpr"):
-            found.append(getattr(value, "jaxpr", value))  # a closed program's, too
-        elif isinstance(value, tuple | list):
-            found += _programs(value)
-    return found
