@@ -147,6 +147,8 @@ def test_bench_measures_between_two_processes_over_a_slow_link(tmp_path):
         (("bench", "--devices", 1), "pass --devices 8 to simulate"),
         (("tune", "--devices", 4, "--bits", "9"), "'9' is not a list of widths"),
         (("bench", "--sizes", "huge"), "'huge' is not a list of sizes"),
+        (("bench", "--sizes", "inf"), "'inf' is not a list of sizes"),
+        (("bench", "--sizes", "1kM"), "'1kM' is not a list of sizes"),
         ((), "required: command"),
     ],
 )

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Cast, Quantize, Rules
 from cgx_jax.axes import sum_of_rows
+from cgx_jax.compressors import SignSGD, Signum
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.reductions import GatherSum, Levels, ScatterGather, Tree
 from cgx_jax.reductions.levels import Leveled
@@ -236,8 +237,9 @@ def test_wrong_levels_are_refused_by_the_call(name):
 def test_options_that_do_not_go_with_levels_are_refused(mesh):
     with pytest.raises(ValueError, match="pass one of the two"):
         Levels()
-    with pytest.raises(ValueError, match="cannot be split into a share"):
-        Levels("local", compressor=Largest())
+    for code in (Largest(), SignSGD(), Signum()):
+        with pytest.raises(ValueError, match="cannot be split into a share"):
+            Levels("local", compressor=code)
     call = functools.partial(cgx_jax.psum_compressed, axis_name=AXES, compressor=Quantize(4))
     with pytest.raises(TypeError, match=r"^psum_compressed: levels='local' is not an instance"):
         jax.eval_shape(on_grid(lambda v: call(v[0], levels="local"), grid(2, 2)), values(4, 64, 64))

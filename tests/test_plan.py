@@ -1,5 +1,6 @@
 """Plans: rules, fusion, arithmetic, summary; and that imports point one way."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -91,6 +92,13 @@ def test_the_table_names_leaf_shape_compressor_bits_and_bytes():
     for word in ("float32[64, 64]", "Quantize(bits=4", "4.12", "2,112"):
         assert word in line
     assert "7 leaves in 1 fusion buffers and 5 exact" in text
+
+
+def test_the_table_does_not_depend_on_the_mesh_around_it():
+    plan = Plan.build(TREE, Quantize(4))
+    with jax.set_mesh(jax.make_mesh((4,), ("data",))):
+        inside = plan_table(plan, 4)
+    assert inside == plan_table(plan, 4)
 
 
 def test_spans_cover_every_value_once_beyond_32_bits():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import math
 import re
 from typing import Any
 
@@ -89,7 +90,7 @@ def _lines(axes: Axes) -> np.ndarray | None:
         return None
     own = [mesh.axis_names.index(name) for name in axes.names]
     last = range(-len(own), 0)
-    size = np.prod([mesh.devices.shape[i] for i in own])
+    size = math.prod(mesh.devices.shape[i] for i in own)
     lines: np.ndarray = np.moveaxis(mesh.devices, own, last).reshape(-1, size)
     if axes.groups is not None:
         lines = np.concatenate([lines[:, list(group)] for group in axes.groups])

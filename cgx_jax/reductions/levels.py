@@ -43,7 +43,9 @@ class Levels:
                 "inner, the axes inside a node, or groups, the indices of each node's ranks."
             )
         c = self.compressor
-        if c is not None and "scatter_gather" not in c.reductions:
+        if c is not None and not (
+            "scatter_gather" in c.reductions and c.owner_exact and not c.has_state((), jnp.float32)
+        ):
             raise ValueError(
                 f"Levels: compressor={c} cannot be split into a share per rank of a node; use "
                 "Quantize, Cast or None inside a node."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,11 @@ _SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 def size_in_bytes(text: str) -> int:
     """Converts "25M" to 25,000,000; raises ValueError if the text is not a size."""
-    return int(float(text.rstrip("kMG")) * _SUFFIXES.get(text[-1:], 1))
+    suffix = text[-1:] if text[-1:] in _SUFFIXES else ""
+    size = float(text.removesuffix(suffix)) * _SUFFIXES.get(suffix, 1)
+    if not math.isfinite(size):
+        raise ValueError(text)
+    return int(size)
 
 
 def size_text(nbytes: float) -> str:
