@@ -5,6 +5,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax._types import Key
+
 
 def whole_number(
     caller: str, name: str, value: Any, low: int | None = None, high: int | None = None
@@ -22,3 +28,24 @@ def whole_number(
         limit = f"at least {low}" if high is None else f"in {low}..{high}"
         raise ValueError(f"{caller}: {name}={number} must be {limit}.")
     return number
+
+
+def store_whole(config: Any, name: str, low: int | None = None, high: int | None = None) -> int:
+    """Stores field `name` of a frozen dataclass as an int and returns it; see `whole_number`."""
+    number = whole_number(type(config).__name__, name, getattr(config, name), low, high)
+    object.__setattr__(config, name, number)
+    return number
+
+
+def check_key(caller: str, key: Key) -> None:
+    """Raises TypeError unless `key` is None or a key, typed or of raw data."""
+    dtype: Any = getattr(key, "dtype", bool)
+    raw = dtype == np.uint32 and np.ndim(key) == 1
+    if key is not None and not raw and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{caller}: key={key!r} is no key; pass key=jax.random.key(n).")
+
+
+def folded(caller: str, key: Key, number: int | jax.Array) -> Key:
+    """Returns the key of part `number` of a call; None if the call has no key."""
+    check_key(caller, key)
+    return None if key is None else jax.random.fold_in(key, number)

@@ -510,6 +510,16 @@ BAD = {
         "key=3 is no key",
         lambda: shard(lambda v: psum(v, compressor=STOCHASTIC, key=3), X),
     ),
+    "a key that is none, of a hook": (
+        TypeError,
+        "reduce_in_backward: key=3 is no key",
+        lambda: shard(lambda v: cgx_jax.reduce_in_backward(v, "data", key=3), X),
+    ),
+    "a key that is none, of layers": (
+        TypeError,
+        "scan_layers: key=3 is no key",
+        lambda: shard(lambda v: cgx_jax.scan_layers(lambda x, w: x, v, v, "data", key=3), X),
+    ),
     "a leaf that is no array": (
         TypeError,
         "leaf 'act' is 'gelu', which is no array; take it out",

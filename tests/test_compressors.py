@@ -1,5 +1,6 @@
 """The compressors: bytes and values against NumPy, bias and contraction as stated."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -398,6 +399,15 @@ def test_leaves_at_the_edge_stay_within_the_bound(name, edge):
     assert (np.abs(y.astype(np.float64) - x)[finite] <= bound[finite]).all()
     if edge == "zeros" and not isinstance(c, SignSGD):
         assert not y.any()
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_integer_options_may_be_arrays_of_one_integer(name):
+    c = PAYLOADS[name]
+    whole = {f.name: getattr(c, f.name) for f in dataclasses.fields(c)}
+    arrays = {n: np.asarray(x) for n, x in whole.items() if type(x) is int}
+    again = dataclasses.replace(c, **arrays)
+    assert (hash(again), again, repr(again)) == (hash(c), c, repr(c))
 
 
 # For maxima of 4,096 values and more, XLA's CPU compiler calls a library that drops NaN.

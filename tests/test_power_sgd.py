@@ -393,8 +393,8 @@ def test_policies_are_told_what_each_rank_loses():
 @pytest.mark.parametrize(
     ("rank", "error", "says"),
     [
-        (0, ValueError, r"PowerSGD: rank=0 is below 1; .*Identity\(\)"),
-        (-3, ValueError, r"PowerSGD: rank=-3 is below 1; .*Identity\(\)"),
+        (0, ValueError, "PowerSGD: rank=0 must be at least 1"),
+        (-3, ValueError, "PowerSGD: rank=-3 must be at least 1"),
         (1.5, TypeError, r"PowerSGD: rank=1.5 is not an integer; pass a Python int"),
     ],
 )

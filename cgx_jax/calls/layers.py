@@ -12,6 +12,7 @@ from jax import lax
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
+from cgx_jax.arguments import check_key, folded
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, Quantize, ShiftedLattice
 from cgx_jax.exchanges import Exchange
@@ -53,6 +54,7 @@ def scan_layers(
     Raises ValueError and TypeError as the two calls do, and ValueError for a stack without layers.
     Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
+    check_key(_NAME, key)
     options = Options.resolve(_NAME, axis_name, exchange=exchange, collective=Collective.ALL_GATHER)
     counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(shards)}
     if len(counts) != 1 or not (count := next(iter(counts))) or not count[0]:
@@ -79,20 +81,16 @@ class _Stack:
 
     def gather(self, shard: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns one layer's whole weights."""
-        return self.gathers(shard, _folded(key, layer))
+        return self.gathers(shard, folded(_NAME, key, layer))
 
     def scatter(self, gradient: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns this rank's part of the sum of one layer's gradients."""
-        return self.transposed(gradient, _folded(key, layer))
+        return self.transposed(gradient, folded(_NAME, key, layer))
 
     def back(self, x: Pytree, whole: Pytree, cotangent: Pytree) -> tuple[Pytree, Pytree]:
         """Returns the cotangents of one layer's input and weights."""
         out: tuple[Pytree, Pytree] = jax.vjp(self.body, x, whole)[1](cotangent)
         return out
-
-
-def _folded(key: Key, number: int | jax.Array) -> Key:
-    return None if key is None else jax.random.fold_in(key, number)
 
 
 def _at(tree: Pytree, layer: int) -> Pytree:

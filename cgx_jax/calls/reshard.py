@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
+from cgx_jax.arguments import folded
 from cgx_jax.axes import axes_by_dimension, names_of
 from cgx_jax.choice import auto
 from cgx_jax.collective import Collective
@@ -111,7 +112,7 @@ def reshard(
             back.subset(own) if back is not None and move.marks else None,
             how,
         )
-        seed = None if key is None else jax.random.fold_in(key, number)
+        seed = folded(_NAME, key, number)
         for i, y in zip(own, group([leaves[i] for i in own], seed), strict=True):
             out[i] = y
     return jax.tree.unflatten(treedef, out)
@@ -284,7 +285,7 @@ def _forward(group: _Group, leaves: list[jax.Array], key: Key) -> Pytree:
 
 
 def _backward(group: _Group, key: Key, cotangents: list[jax.Array]) -> Pytree:
-    own = None if key is None else jax.random.fold_in(key, rows.BACKWARD)
+    own = folded(_NAME, key, rows.BACKWARD)
     no_gradient = None if key is None else np.zeros(jnp.shape(key), jax.dtypes.float0)
     return _moved(group.back(), cotangents, own), no_gradient
 

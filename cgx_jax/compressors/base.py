@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key, Pytree
+from cgx_jax.arguments import check_key
 from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors.codes import ChunkCode, WholeCode
 
@@ -366,8 +367,5 @@ def require_key(caller: str, compressors: Collection[Compressor], key: Key) -> b
             f"{caller}: {needy[0]} rounds at random and key is None; pass "
             "key=jax.random.key(n), the same on every rank and a new one in every step."
         )
-    dtype: Any = getattr(key, "dtype", bool)
-    raw = dtype == np.uint32 and np.ndim(key) == 1
-    if needy and not raw and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise TypeError(f"{caller}: key={key!r} is no key; pass key=jax.random.key(n).")
+    check_key(caller, key)
     return bool(needy)

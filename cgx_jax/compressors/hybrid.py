@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import from_bytes, pack, packed_bytes, size_of, to_bytes, unpack
@@ -90,7 +90,7 @@ class SketchML(PayloadCompressor):
     SAMPLE: ClassVar[int] = 8192
 
     def __post_init__(self) -> None:
-        whole_number("SketchML", "bins", self.bins, 2, 256)
+        store_whole(self, "bins", 2, 256)
 
     @property
     def width(self) -> int:

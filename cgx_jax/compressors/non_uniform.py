@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import from_bytes, pack, packed_bytes, size_of, to_bytes, unpack
@@ -37,7 +37,7 @@ class DynamicTree8(PayloadCompressor):
     bucket_size: int = buckets.BUCKET
 
     def __post_init__(self) -> None:
-        whole_number("DynamicTree8", "bucket_size", self.bucket_size, 1)
+        store_whole(self, "bucket_size", 1)
 
     @property
     def block_size(self) -> int:
@@ -114,8 +114,8 @@ class NonUniform(PayloadCompressor):
     bucket_size: int = buckets.BUCKET
 
     def __post_init__(self) -> None:
-        whole_number("NonUniform", "bits", self.bits, 2, 8)
-        whole_number("NonUniform", "bucket_size", self.bucket_size, 1)
+        store_whole(self, "bits", 2, 8)
+        store_whole(self, "bucket_size", 1)
         if self.levels not in KINDS:
             raise ValueError(
                 f"NonUniform: levels={self.levels!r} is unknown; use one of {list(KINDS)}."

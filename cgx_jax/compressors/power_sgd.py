@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key, Pytree
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor, Together
 from cgx_jax.kernels.reference import random_bits
@@ -51,12 +51,7 @@ class PowerSGD(SummedCompressor):
     shares_state = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", whole_number("PowerSGD", "rank", self.rank))
-        if self.rank < 1:
-            raise ValueError(
-                f"PowerSGD: rank={self.rank} is below 1; ranks from 1 to 4 are usual, and "
-                "Identity() sends values exactly."
-            )
+        store_whole(self, "rank", 1)
 
     @property
     def unbiased(self) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import (
@@ -47,8 +47,8 @@ class QSGD(PayloadCompressor):
     norm: str = "l2"
 
     def __post_init__(self) -> None:
-        whole_number("QSGD", "levels", self.levels, 1, 2**15 - 1)
-        whole_number("QSGD", "bucket_size", self.bucket_size, 1)
+        store_whole(self, "levels", 1, 2**15 - 1)
+        store_whole(self, "bucket_size", 1)
         if self.norm not in NORMS:
             raise ValueError(f"QSGD: norm={self.norm!r} is unknown; use one of {list(NORMS)}.")
 

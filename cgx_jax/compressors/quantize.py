@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import CodedLeaf, PayloadCompressor
 from cgx_jax.compressors.codes import ChunkCode, WholeCode
@@ -76,7 +76,7 @@ class Quantize(PayloadCompressor):
 
     def __post_init__(self) -> None:
         for name in ("bits", "bucket_size"):
-            object.__setattr__(self, name, whole_number("Quantize", name, getattr(self, name)))
+            store_whole(self, name)
         if not 1 <= self.bits <= MAX_BITS:
             raise ValueError(
                 f"Quantize: bits={self.bits} is outside 1..{MAX_BITS}; use Identity() to send "

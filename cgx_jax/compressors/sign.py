@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key, Pytree
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import (
@@ -108,7 +108,7 @@ class _Scaled(PayloadCompressor):
     bucket_size: int = buckets.BUCKET
 
     def __post_init__(self) -> None:
-        whole_number(type(self).__name__, "bucket_size", self.bucket_size, 1)
+        store_whole(self, "bucket_size", 1)
 
     @property
     def block_size(self) -> int:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole, whole_number
 from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
@@ -348,8 +348,7 @@ class BlockTopK(_Sparse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size = whole_number("BlockTopK", "bucket_size", self.bucket_size, 1)
-        whole_number("BlockTopK", "keep", self.keep, 1, size)
+        store_whole(self, "keep", 1, store_whole(self, "bucket_size", 1))
 
     @property
     def block_size(self) -> int:

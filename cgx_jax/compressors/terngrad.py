@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key, Pytree
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import (
     Maxima,
@@ -31,7 +31,7 @@ class _Ternary(PayloadCompressor):
     bucket_size: int = buckets.BUCKET
 
     def __post_init__(self) -> None:
-        whole_number(type(self).__name__, "bucket_size", self.bucket_size, 1)
+        store_whole(self, "bucket_size", 1)
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
@@ -128,7 +128,7 @@ class SharedTernGrad(SummedCompressor):
     clip: float | None = 2.5
 
     def __post_init__(self) -> None:
-        whole_number("SharedTernGrad", "bucket_size", self.bucket_size, 1)
+        store_whole(self, "bucket_size", 1)
         _check_clip("SharedTernGrad", self.clip)
 
     @property

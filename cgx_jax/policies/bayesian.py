@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.policies import knapsack
 from cgx_jax.policies.problem import Problem, of_width
 from cgx_jax.policies.solvers import (
@@ -52,8 +52,8 @@ class Bayesian(Solver):
     def __post_init__(self) -> None:
         check_range(self)
         check_constraint(self)
-        whole_number("Bayesian", "trials", self.trials, 1)
-        whole_number("Bayesian", "seed", self.seed, 0)
+        store_whole(self, "trials", 1)
+        store_whole(self, "seed", 0)
 
     def check(self, bits: np.ndarray) -> None:
         candidates(self, bits)

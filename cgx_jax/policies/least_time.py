@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.choice import auto
 from cgx_jax.choice.profile import METHODS, Profile
 from cgx_jax.kernels.wire import FUSION_BYTES
@@ -56,7 +56,7 @@ class LeastTime(Solver):
                 "pass what cgx_jax.tune or use_profile returns, or use LeastBytes()."
             )
         check_constraint(self)
-        whole_number("LeastTime", "fusion_bytes", self.fusion_bytes, 4)
+        store_whole(self, "fusion_bytes", 4)
 
     def check(self, bits: np.ndarray) -> None:
         of_width("LeastTime", "uniform_bits", self.uniform_bits, bits)

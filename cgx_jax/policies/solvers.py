@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cgx_jax.arguments import whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.policies import knapsack
 from cgx_jax.policies.problem import Problem, of_width
 
@@ -39,21 +39,19 @@ class Solver(abc.ABC):
 
 def check_range(solver: Any) -> None:
     """Raises unless the options `least` and `most` are widths in that order."""
-    caller = type(solver).__name__
     for name in ("least", "most"):
-        whole_number(caller, name, getattr(solver, name), 1)
+        store_whole(solver, name, 1)
     if solver.least > solver.most:
         raise ValueError(
-            f"{caller}: least={solver.least} exceeds most={solver.most}; swap them, or make them "
-            "equal for one width."
+            f"{type(solver).__name__}: least={solver.least} exceeds most={solver.most}; swap them, "
+            "or make them equal for one width."
         )
 
 
 def check_constraint(solver: Any) -> None:
     """Raises unless the options `alpha` and `uniform_bits` state an error constraint."""
-    caller = type(solver).__name__
-    check_positive(caller, "alpha", solver.alpha)
-    whole_number(caller, "uniform_bits", solver.uniform_bits, 1)
+    check_positive(type(solver).__name__, "alpha", solver.alpha)
+    store_whole(solver, "uniform_bits", 1)
 
 
 def check_positive(caller: str, name: str, value: Any) -> None:

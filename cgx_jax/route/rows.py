@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from cgx_jax import _compat
 from cgx_jax._types import Dimensions, Key, Pytree
+from cgx_jax.arguments import folded
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.debug import nonfinite
@@ -174,7 +175,7 @@ class Gather:
 
         def transposed(cotangents: Pytree, key: Key) -> Pytree:
             leaves, treedef = jax.tree.flatten(cotangents)
-            own = None if key is None else jax.random.fold_in(key, BACKWARD)
+            own = folded(options.name, key, BACKWARD)
             sums = dict(zip(kept, scatter([leaves[i] for i in kept], own), strict=True))
             return jax.tree.unflatten(treedef, [sums.get(i) for i in range(len(leaves))])
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
+from cgx_jax.arguments import folded
 from cgx_jax.axes import SMALL_BYTES
 from cgx_jax.compressors import Compressor
 from cgx_jax.debug import nonfinite
@@ -68,7 +69,7 @@ def reduce_in_backward(
     together = consecutive(plan.leaves, dict.fromkeys(inexact), SMALL_BYTES)
     for number, part in enumerate([*plan.buffers, *together]):
         call = _Hook(taken.subset(part))
-        own = None if key is None else jax.random.fold_in(key, number)
+        own = folded(_HOOK, key, number)
         for i, x in zip(part, call(own, tuple(leaves[i] for i in part)), strict=True):
             leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
