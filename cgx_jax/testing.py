@@ -140,13 +140,13 @@ def _check_reduction(
         options = Options.resolve(
             "check_reduction", "ranks", exchange=exchange, reduction=reduction, mean=mean
         )
-        return run(route(options, plan), Inputs(leaves, key, residual=True, states=states))
+        made = run(route(options, plan), Inputs(leaves, key, residual=True, states=states))
+        return made.values, (made.residuals, made.states)
 
     def of_rank(leaves: Sequence[jax.Array]) -> Pytree:
         own = [v[0] for v in leaves]
-        made = reduce(own)
-        gradient = jax.grad(lambda v: sum(map(jnp.vdot, reduce(v).values, own)))(own)
-        return jax.tree.map(lambda v: v[None], (made.values, made.residuals, made.states, gradient))
+        sums, back, (lost, after) = jax.vjp(reduce, own, has_aux=True)
+        return jax.tree.map(lambda v: v[None], (sums, lost, after, *back(own)))
 
     spec = P("ranks")
     f = jax.shard_map(of_rank, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)

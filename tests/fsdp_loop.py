@@ -94,9 +94,9 @@ def train(tokens):
         return params, tx.init(params)
 
     shards, state = begin(jax.random.key(0))
+    compiled = step.lower(shards, state, tokens[0]).compile()
     losses = []
     for batch in tokens:
-        shards, state, loss = step(shards, state, batch)
+        shards, state, loss = compiled(shards, state, batch)
         losses.append(float(loss))
-    program = step.lower(shards, state, tokens[0]).compile().as_text()
-    return np.array(losses), program
+    return np.array(losses), compiled.as_text()

@@ -19,6 +19,8 @@ def run(tx, mesh, grads, state=None, check_vma=True, compiler=jax.jit):
     like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
     if state is None:
         state = tx.init(like)
+        # As later steps get it, so that the step is compiled once.
+        state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
     key = tx, mesh, check_vma, jax.tree.structure((grads, state))
     if compiler is not jax.jit or key not in _COMPILED:
         specs = cgx_jax.state_specs(state, "data")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -41,7 +42,8 @@ def training(mesh):
             step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P())
         )
         batches = [(gradients(mesh.shape["data"]),)]
-        return jax.jit(mapped, donate_argnums=(0, 1)), (PARAMS, state), batches
+        params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+        return jax.jit(mapped, donate_argnums=(0, 1)), (params, state), batches
 
     return build
 

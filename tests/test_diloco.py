@@ -62,6 +62,9 @@ def trained(tx, steps=STEPS, weights=None, check_vma=True, over=None, start=STAR
         start, targets = placed(over, start), placed(over, targets, "data")
     state = tx.init(start)
     specs = cgx_jax.state_specs(state, "data")
+    if over is None:  # as later steps get them, so that the step is compiled once
+        start = jax.device_put(start, NamedSharding(mesh(), P()))
+        state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh()))
     extra = {} if weights is None else {"weight": jnp.asarray(weights, jnp.float32)}
 
     def step(params, state, targets, extra):

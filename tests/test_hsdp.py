@@ -126,48 +126,63 @@ def check_placed(tree):
     jax.tree.map(check, tree, SPECS)
 
 
+@functools.cache
+def exact_ones():
+    """Loss and gradients of the whole batch on one device, then of the half of each replica."""
+    params, *batch = jax.device_get(case()[1:])
+    f = jax.jit(jax.value_and_grad(loss_fn))
+    return [f(params, *(a[part] for a in batch)) for part in (np.s_[:], np.s_[:32], np.s_[32:])]
+
+
 @every_road
 def test_gradients_are_exact_ones_within_the_error_of_8_bits(road):
     _, params, x, y = case()
     loss, grads = compiled(road)(params, x, y)
-    whole = jax.device_get(params)
-    want_loss, want = jax.value_and_grad(loss_fn)(whole, *jax.device_get((x, y)))
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    halves = [
-        jax.grad(loss_fn)(whole, *(np.asarray(a)[half] for a in (x, y)))
-        for half in (np.s_[:32], np.s_[32:])
-    ]
-    for got, exact, *parts in zip(*map(jax.tree.leaves, (grads, want, *halves)), strict=True):
+    losses, wanted = zip(*exact_ones(), strict=True)
+    np.testing.assert_allclose(loss, losses[0], rtol=1e-5)
+    for got, exact, *parts in zip(*map(jax.tree.leaves, (grads, *wanted)), strict=True):
         # Half a unit of the one other rank's values, which count half, and half a unit of the mean.
         unit = max(np.ptp(np.asarray(part)) for part in (exact, *parts)) * (1 + 1 / 255) / 255
         assert np.abs(got - exact).max() <= 0.75 * unit + 1e-6
     check_placed(grads)
 
 
-@every_road
-def test_losses_follow_the_exact_program_and_parameters_stay_sharded(road):
+ADAM = optax.adam(1e-2)
+
+
+@jax.jit
+def moved(params, state, grads):
+    updates, state = ADAM.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@functools.cache
+def losses_of(road):
+    """Trains by a road, or None for the exact one; one of them in one program with the step."""
     mesh, params, x, y = case()
-    optimizer = optax.adam(1e-2)
+    function = jax.value_and_grad(loss_fn) if road is None else ROADS[road]()
+    function = compiled(road) if road not in (None, "value_and_grad") else function
 
-    def losses_of(function):
-        @jax.jit
-        def step(params, state):
-            loss, grads = function(params, x, y)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss
+    def step(params, state):
+        loss, grads = function(params, x, y)
+        return *moved(params, state, grads), loss
 
-        losses, trained, state = [], params, optimizer.init(params)
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):  # which optax needs
+        step = jax.jit(step) if road in (None, "value_and_grad") else step
+        losses, trained, state = [], params, jax.jit(ADAM.init)(params)
         for _ in range(12):
             trained, state, loss = step(trained, state)
             losses.append(float(loss))
-        check_placed(trained)
-        check_placed(state[0].mu)
-        return losses
+    check_placed(trained)
+    check_placed(state[0].mu)
+    return losses
 
-    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):  # which optax needs
-        exact, got = losses_of(jax.value_and_grad(loss_fn)), losses_of(ROADS[road]())
+
+@every_road
+def test_losses_follow_the_exact_program_and_parameters_stay_sharded(road):
+    got = losses_of(road)
     assert got[-1] < got[0] / 2
-    np.testing.assert_allclose(got, exact, rtol=0.02)
+    np.testing.assert_allclose(got, losses_of(None), rtol=0.02)
 
 
 @every_road
@@ -209,10 +224,11 @@ SAID = {
 def test_specs_may_be_said_in_several_ways(said):
     mesh, params, x, y = case()
     with jax.set_mesh(mesh):
-        loss, grads = jax.jit(under_value_and_grad(specs=said()))(params, x, y)
-    check_placed(grads)
-    want = compiled("value_and_grad")(params, x, y)
-    jax.tree.map(np.testing.assert_array_equal, (loss, grads), want)
+        programs = [
+            jax.jit(under_value_and_grad(specs=specs)).lower(params, x, y).as_text()
+            for specs in (said(), SPECS)
+        ]
+    assert programs[0] == programs[1]
 
 
 def test_specs_of_several_arguments():
@@ -490,26 +506,43 @@ def explicit_loss(params, x, y):
     return jnp.mean((lax.scan(block, x, params)[0] - y) ** 2)
 
 
+@functools.cache
+def explicit_case():
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
+    specs = {n: SPECS["layers"][n] for n in ("up", "down")}
+    whole, *batch = jax.device_get(case()[1:])
+    params = {n: whole["layers"][n] for n in specs}
+    with jax.set_mesh(mesh):
+        typed = jax.tree.map(jax.device_put, params, specs)
+        even = [jax.device_put(a, P(("replica", "fsdp"))) for a in batch]
+        want = jax.jit(jax.value_and_grad(explicit_loss))(typed, *even)
+    return mesh, specs, params, typed, batch, want
+
+
 @pytest.mark.parametrize("split", [P(("replica", "fsdp")), P(("fsdp", "replica")), P("fsdp"), P()])
 @pytest.mark.parametrize("how", ["types", "types and specs", "specs"])
 @pytest.mark.quick("types-*", "specs-split0")
 def test_explicit_meshes(how, split):
     """Types say how parameters are sharded, or specs do; gradients then have such types."""
-    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
-    specs = {n: SPECS["layers"][n] for n in ("up", "down")}
-    whole, *batch = jax.device_get(case()[1:])
-    params = {n: whole["layers"][n] for n in specs}
+    mesh, specs, params, typed, batch, want = explicit_case()
     f = cgx_jax.value_and_grad(
         explicit_loss, "replica", Q8, exchange="xla", specs=None if how == "types" else specs
     )
     with jax.set_mesh(mesh):
-        typed = jax.tree.map(jax.device_put, params, specs)
-        even = [jax.device_put(a, P(("replica", "fsdp"))) for a in batch]
-        want = jax.jit(jax.value_and_grad(explicit_loss))(typed, *even)
         x, y = (jax.device_put(a, split) for a in batch)
         got = jax.jit(f)(params if how == "specs" else typed, x, y)
         assert jax.tree.map(jax.typeof, got[1]) == jax.tree.map(jax.typeof, typed)
     check_close(got, want)
+
+
+def scanned_loss(w, x):
+    return jnp.mean(lax.scan(lambda x, row: (jnp.tanh(x * row), None), x, w)[0] ** 2)
+
+
+@functools.cache
+def scanned_exactly():
+    params, x, _ = jax.device_get(case()[1:])
+    return jax.jit(jax.value_and_grad(scanned_loss))(params["head"], x)
 
 
 @pytest.mark.parametrize("split", [P(("replica", "fsdp")), P("fsdp"), P("replica"), P()])
@@ -517,14 +550,10 @@ def test_a_part_of_the_batch_keeps_its_type_over_other_axes(split):
     """A carry of scan does: its type must be that of the batch which the program then gets."""
     mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
     params, x, _ = jax.device_get(case()[1:])
-
-    def loss(w, x):
-        return jnp.mean(lax.scan(lambda x, row: (jnp.tanh(x * row), None), x, w)[0] ** 2)
-
     with jax.set_mesh(mesh):
-        f = jax.jit(cgx_jax.value_and_grad(loss, "replica", Q8, exchange="xla"))
+        f = jax.jit(cgx_jax.value_and_grad(scanned_loss, "replica", Q8, exchange="xla"))
         got = f(jax.device_put(params["head"], P()), jax.device_put(x, split))
-    check_close(got, jax.value_and_grad(loss)(params["head"], x))
+    check_close(got, scanned_exactly())
 
 
 @pytest.mark.parametrize("split", [P("replica"), P()])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -35,9 +35,10 @@ def wrapped(compressor, every, optimizer=None, **options):
 
 def program(tx, check_vma=True):
     """Returns the jitted step of a quadratic with each rank's own target, and its state."""
-    params = {"w": jnp.zeros(SHAPE)}
+    params = jax.device_put({"w": jnp.zeros(SHAPE)}, NamedSharding(mesh(), P()))
     state = tx.init(params)
     specs = cgx_jax.state_specs(state, "data")
+    state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh()))
 
     def step(params, state, targets):
         here = local_params(params, state)

@@ -74,7 +74,7 @@ def test_the_update_that_is_owed_stays_when_ranks_leave_and_join(worlds):
             update, state = step(grads, state)
             means = means + grads.mean(0, np.float64)
             seen = seen + np.asarray(update, np.float64)
-            state = on_host(state)
+        state = on_host(state)
     assert np.abs(means - seen).max() > 0.1  # something is owed
     np.testing.assert_allclose(means - seen, owed(state), atol=1e-5)
 
@@ -95,7 +95,8 @@ def trained(worlds, steps, every):
         policy = Rules((), Identity(), exact=())
         tx = diloco(optax.adam(0.1), "data", policy, every=every, mesh=mesh_of(world), **EXCHANGE)
         if state is None:
-            state = on_host(tx.init({"w": jnp.zeros(SHAPE)}))
+            state = tx.init({"w": jnp.zeros(SHAPE)})
+            state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh_of(world)))
         else:
             before.append(state)
             state = resized(state, world)
