@@ -16,4 +16,7 @@ def test_readme_snippets_run(capsys):
     with jax.numpy_dtype_promotion("standard"):  # as users have it; optax needs it
         for block in blocks:
             exec(compile(block, "README.md", "exec"), namespace)
+        again = namespace["params"], namespace["opt_state"], namespace["x"], namespace["y"]
+        namespace["step"](*again)
+    assert namespace["step"]._cache_size() == 1
     assert "1 leaves in 1 fusion buffers" in capsys.readouterr().out

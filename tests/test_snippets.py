@@ -291,9 +291,17 @@ def test_a_page_runs(page):
             inside = entry(known.inside, code)
             if inside is None:
                 execute(code, names, page, line)
+                check_compiled_once(page, names)
             else:
                 trace(code, names, page, line, *inside)
             execute(entry(known.after, code) or "", names, page)
+
+
+def check_compiled_once(page, names):
+    """Fails if a page's step met operands that lie elsewhere than those of its other calls."""
+    for name in {"step", "train_step", "wide_step"} & set(names):
+        if hasattr(names[name], "_cache_size") and page != "docs/quickstart/pmap.md":
+            assert names[name]._cache_size() <= 1, f"{page}: {name} was compiled several times"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -37,7 +37,11 @@ def gradients(dtype, shape=(61, 48)):
     rows[-1] = True  # the leaf's end, in a bucket that is shorter
     values = rng.random(shape) < 0.3
     x[..., rows, :], x[..., values] = 0, -0.0
-    return np.asarray(x, jnp.dtype(dtype)), values | rows[:, None], np.broadcast_to(rows[:, None], shape)
+    return (
+        np.asarray(x, jnp.dtype(dtype)),
+        values | rows[:, None],
+        np.broadcast_to(rows[:, None], shape),
+    )
 
 
 def means(code, grads, rules=(), **options):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
@@ -36,7 +36,7 @@ from cgx_jax.transforms.inner_axes import (
     specs_in_types,
     specs_of,
 )
-from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row, rows_of
+from cgx_jax.transforms.own_rows import as_rows, axes_of, is_bound, own_row, rows_of
 from cgx_jax.transforms.state import Fragment, LocalState, is_any_tree, sync_states
 from cgx_jax.transforms.sync_gradients import Sync
 
@@ -227,8 +227,11 @@ class _Workers:
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
+        step = jnp.zeros((), jnp.int32)
+        if self.mesh is not None and not is_bound(names_of(self.axis_name)):
+            step = lax.with_sharding_constraint(step, NamedSharding(self.mesh, PartitionSpec()))
         return LocalState(
-            jnp.zeros((), jnp.int32),
+            step,
             rows_of(moved, self.axis_name, self.mesh, self.name),
             rows_of(self.inner.init, self.axis_name, self.mesh, self.name, operands=(params,)),
             fragments,
