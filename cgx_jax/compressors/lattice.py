@@ -46,17 +46,9 @@ class ShiftedLattice(PayloadCompressor):
     def _nearest(self) -> Quantize:
         return Quantize(self.bits, self.bucket_size)
 
-    @property
-    def unbiased(self) -> bool:
-        return True
-
-    @property
-    def needs_key(self) -> bool:
-        return True
-
-    @property
-    def shares_noise(self) -> bool:
-        return True
+    unbiased = True
+    needs_key = True
+    shares_noise = True
 
     @property
     def block_size(self) -> int:

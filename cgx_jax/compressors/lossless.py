@@ -30,13 +30,8 @@ class Identity(PayloadCompressor):
     lossless = True
     carries_nonfinite = True
 
-    @property
-    def block_size(self) -> int:
-        return 1
-
-    @property
-    def unbiased(self) -> bool:
-        return True
+    block_size = 1
+    unbiased = True
 
     def supports(self, dtype: DTypeLike) -> bool:
         return True
@@ -108,9 +103,7 @@ class Cast(PayloadCompressor):
     def needs_key(self) -> bool:
         return self.rounding == "stochastic"
 
-    @property
-    def block_size(self) -> int:
-        return 1
+    block_size = 1
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         return 8 * np.dtype(self.dtype).itemsize * size_of(shape)

@@ -33,21 +33,10 @@ class Natural(PayloadCompressor):
     Source: natural compression (Horváth et al., 2019).
     """
 
-    @property
-    def unbiased(self) -> bool:
-        return True
-
-    @property
-    def needs_key(self) -> bool:
-        return True
-
-    @property
-    def block_size(self) -> int:
-        return 1
-
-    @property
-    def feedback_scale(self) -> float:
-        return 1 / (1 + 1 / 8)
+    unbiased = True
+    needs_key = True
+    block_size = 1
+    feedback_scale = 1 / (1 + 1 / 8)
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         return 8 * size_of(shape)

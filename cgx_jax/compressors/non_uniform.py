@@ -43,9 +43,7 @@ class DynamicTree8(PayloadCompressor):
     def block_size(self) -> int:
         return self.bucket_size
 
-    @property
-    def width(self) -> int:
-        return 8
+    width = 8
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)

@@ -53,10 +53,6 @@ class PowerSGD(SummedCompressor):
     def __post_init__(self) -> None:
         store_whole(self, "rank", 1)
 
-    @property
-    def unbiased(self) -> bool:
-        return False
-
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         sides = self._sides(shape)
         values = math.prod((shape,) if isinstance(shape, int) else shape)

@@ -52,13 +52,8 @@ class QSGD(PayloadCompressor):
         if self.norm not in NORMS:
             raise ValueError(f"QSGD: norm={self.norm!r} is unknown; use one of {list(NORMS)}.")
 
-    @property
-    def unbiased(self) -> bool:
-        return True
-
-    @property
-    def needs_key(self) -> bool:
-        return True
+    unbiased = True
+    needs_key = True
 
     @property
     def block_size(self) -> int:

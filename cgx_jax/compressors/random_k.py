@@ -42,13 +42,8 @@ class RandomK(SummedCompressor):
     def unbiased(self) -> bool:
         return self.scaled
 
-    @property
-    def needs_key(self) -> bool:
-        return True
-
-    @property
-    def shares_noise(self) -> bool:
-        return True
+    needs_key = True
+    shares_noise = True
 
     @property
     def feedback_scale(self) -> float | None:

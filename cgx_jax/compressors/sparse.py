@@ -303,9 +303,7 @@ class DGC(_Positions):
         super().__post_init__()
         object.__setattr__(self, "keep", check_keep("DGC", self.keep))
 
-    @property
-    def needs_key(self) -> bool:
-        return True
+    needs_key = True
 
     def count(self, size: int) -> int:
         return kept("DGC", self.keep, size)

@@ -37,9 +37,7 @@ class _Ternary(PayloadCompressor):
         n = size_of(shape)
         return 8 * (-(-n // 5) + 4 * buckets.count(n, self.bucket_size))
 
-    @property
-    def width(self) -> int:
-        return 2
+    width = 2
 
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
@@ -75,9 +73,7 @@ class TernGrad(_Ternary):
     def unbiased(self) -> bool:
         return self.clip is None
 
-    @property
-    def needs_key(self) -> bool:
-        return True
+    needs_key = True
 
     @property
     def block_size(self) -> int | None:
@@ -135,21 +131,14 @@ class SharedTernGrad(SummedCompressor):
     def unbiased(self) -> bool:
         return self.clip is None
 
-    @property
-    def needs_key(self) -> bool:
-        return True
+    needs_key = True
 
     @property
     def block_size(self) -> int | None:
         return self.bucket_size if self.clip is None else None
 
-    @property
-    def width(self) -> int:
-        return 2
-
-    @property
-    def feedback_scale(self) -> float | None:
-        return None
+    width = 2
+    feedback_scale = None
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from cgx_jax._types import AxisName, Pytree
-from cgx_jax.compressors import Compressor, Identity
+from cgx_jax._types import Pytree
+from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit.arguments import CALLER
 from cgx_jax.plain_jit.gathers import Gather
 from cgx_jax.plain_jit.model_axes import Shards
 from cgx_jax.plan import Plan, require_policy, resolve
 from cgx_jax.policies.rules import Policy
-from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.route.route import Options, route
 from cgx_jax.route.run import values_of
 from cgx_jax.transforms.cuts import Cut
-from cgx_jax.transforms.memory import Memory
-from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.state import stateful
 from cgx_jax.transforms.sync_gradients import Sync
 
@@ -33,38 +30,34 @@ _WITH_STATE = (
 
 @dataclasses.dataclass(frozen=True)
 class GradientMean:
-    """The options of the reduction; with a state, `sync_gradients` does it and keeps the state."""
+    """How gradients are reduced, and by which codes the `weights` travel that are sharded.
 
-    axis_name: AxisName
-    policy: Compressor | Policy | Plan | None
-    memory: Memory | None
-    precondition: SecondMoment | None
-    seed: int
-    exchange: Exchange | str
-    reduction: Reduction | str | None
-    levels: Levels | None
-    weights: Compressor | Policy | Plan = dataclasses.field(default_factory=Identity)
+    With a state, `sync` reduces and keeps the state. Without one, only its options count.
+    """
+
+    sync: Sync
+    weights: Compressor | Policy | Plan
 
     def __post_init__(self) -> None:
-        self._sync(None)
         if not isinstance(self.weights, Plan):
             require_policy(f"{CALLER}, weights", self.weights)
 
     @property
     def adapts(self) -> bool:
         """Whether the policy changes its plan between steps."""
-        return isinstance(self.policy, Policy) and self.policy.adapts
+        return isinstance(self.sync.policy, Policy) and self.sync.policy.adapts
 
     def require_stateless(self) -> None:
         """Raises ValueError for options that need a state from step to step."""
-        needy = (self.memory, self.precondition, self.policy if self.adapts else None)
+        sync = self.sync
+        needy = (sync.memory, sync.precondition, sync.policy if self.adapts else None)
         keeper = next((x for x in needy if x is not None), None)
         if keeper is not None:
             raise ValueError(f"{CALLER}: {keeper} keeps a state between steps; {_WITH_STATE}.")
 
     def require_flat(self) -> None:
         """Raises ValueError for options that parameters sharded over the axis cannot follow."""
-        given = {"reduction": self.reduction, "levels": self.levels}
+        given = {"reduction": self.sync.reduction, "levels": self.sync.levels}
         name, value = next(((k, v) for k, v in given.items() if v is not None), ("", None))
         if name:
             raise ValueError(
@@ -75,7 +68,7 @@ class GradientMean:
 
     def init(self, params: Pytree, mesh: Mesh | AbstractMesh | None) -> Pytree:
         """Returns the `SyncState` before the first step."""
-        return self._sync(mesh).init(params)
+        return dataclasses.replace(self.sync, mesh=mesh).init(params)
 
     def __call__(
         self,
@@ -90,14 +83,14 @@ class GradientMean:
         `dimensions` are shards of the mean already.
         """
         if state is not None:
-            sync = dataclasses.replace(self._sync(None), cuts=cuts)
+            sync = dataclasses.replace(self.sync, cuts=cuts)
             out: tuple[Pytree, Pytree] = sync.update(grads, state)
             return out
-        options = Options.resolve(CALLER, self.axis_name, mean=True, **self._how())
+        options = Options.resolve(CALLER, self.sync.axis_name, mean=True, **self.sync.how)
         leaves, treedef = jax.tree.flatten(grads)
         pairs = zip(leaves, dimensions, strict=True)
         whole = [_grown(x, d, options.axes.world) for x, d in pairs]
-        plan = self.plan(jax.tree.unflatten(treedef, whole), self.policy)
+        plan = self.plan(jax.tree.unflatten(treedef, whole), self.sync.policy)
         own = [i for i, d in enumerate(dimensions) if d is None]
         if own:
             taken = route(options, plan.subset(own))
@@ -105,7 +98,7 @@ class GradientMean:
             leaves = [dict(zip(own, means, strict=True)).get(i, x) for i, x in enumerate(leaves)]
         return jax.tree.unflatten(treedef, leaves), None
 
-    def plan(self, tree: Pytree, policy: Compressor | Policy | Plan | None) -> Plan:
+    def plan(self, tree: Pytree, policy: Any) -> Plan:
         """Returns the plan for gradients or weights; raises ValueError if it needs a state."""
         plan = resolve(CALLER, tree, policy)
         kept = [c for c, has in zip(plan.compressors, stateful(plan), strict=True) if has]
@@ -125,7 +118,8 @@ class GradientMean:
         `tree` has the shapes of the whole parameters, or of their shards over the other axes.
         """
         leaves = jax.tree.leaves(tree)
-        gradients, weights = (self.plan(tree, policy) for policy in (self.policy, self.weights))
+        axis, exchange = self.sync.axis_name, cast(Exchange | str, self.sync.exchange)
+        gradients, weights = (self.plan(tree, p) for p in (self.sync.policy, self.weights))
         specs = shards.specs or [PartitionSpec()] * len(leaves)
         codes = zip(weights.compressors, gradients.compressors, strict=True)
         shared: dict[Gather, Gather] = {}  # equal parameters share what is traced
@@ -134,24 +128,9 @@ class GradientMean:
             if d is None:
                 found.append(None)
             else:
-                own = Gather(self.axis_name, self.exchange, *code, d, spec, shards.axes)
+                own = Gather(axis, exchange, *code, d, spec, shards.axes)
                 found.append(shared.setdefault(own, own))
         return found
-
-    def _how(self) -> dict[str, Any]:
-        return {"exchange": self.exchange, "reduction": self.reduction, "levels": self.levels}
-
-    def _sync(self, mesh: Mesh | AbstractMesh | None) -> Sync:
-        return Sync.of(
-            self.axis_name,
-            self.policy,
-            memory=self.memory,
-            precondition=self.precondition,
-            seed=self.seed,
-            mesh=mesh,
-            name=CALLER,
-            **self._how(),
-        )
 
 
 def _grown(x: jax.Array, dimension: int | None, world: int) -> jax.ShapeDtypeStruct:

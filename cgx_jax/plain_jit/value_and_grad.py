@@ -43,6 +43,7 @@ from cgx_jax.transforms.inner_axes import init_on_shards
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.state import SyncState, state_specs
+from cgx_jax.transforms.sync_gradients import Sync
 
 _LOG = logging.getLogger(__name__)
 _EXACT = Identity()
@@ -157,8 +158,18 @@ def value_and_grad(
             "them."
         ) from None
     axis = names[0] if len(names) == 1 else names
-    how = policy, memory, precondition, seed, exchange, reduction, levels, weights
-    mean = GradientMean(axis, *how)
+    sync = Sync(
+        axis_name=axis,
+        policy=policy,
+        memory=memory,
+        precondition=precondition,
+        seed=seed,
+        exchange=exchange,
+        reduction=reduction,
+        levels=levels,
+        name=CALLER,
+    )
+    mean = GradientMean(sync, weights)
     single = not isinstance(argnums, (tuple, list))
     options = _Options(names, mesh, wanted, single, has_aux, aux_specs, loss == "ratio", trust)
     return ValueAndGrad(loss_fn, options, dict(in_specs or {}), as_now(specs), mean)

@@ -17,6 +17,7 @@ from cgx_jax.arguments import whole_number
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.host import agreement
+from cgx_jax.kernels import scaling
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import checkpoint, statistics
 from cgx_jax.policies.checkpoint import Known, Packed, Progress, pack, saved_leaves, unpack
@@ -166,11 +167,11 @@ class Adaptive(Policy):
         self._subject = dataclasses.replace(self._subject, world=axes.world)
         self._traced[self.progress.current] = plan, plan.wire_bytes(axes.world)
 
+        def in_units(x: jax.Array, scale: Any) -> jax.Array:
+            return x if scale is None else scaling.multiply(x, scale[0], scaling.IN) / scale[1]
+
         def measure(old: Statistics) -> Statistics:
-            values = [
-                grads[i] if units[i] is None else units[i][0].divide(grads[i]) / units[i][1]
-                for i in self._adaptive
-            ]
+            values = [in_units(grads[i], units[i]) for i in self._adaptive]
             return self.sampler.observe(old, values, axes, self.decay)
 
         out: Statistics = jax.lax.cond(step % self.sample_every == 0, measure, lambda old: old, old)

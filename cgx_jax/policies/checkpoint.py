@@ -18,7 +18,7 @@ from cgx_jax.leaves import Leaf
 from cgx_jax.policies.decide import Compressors, Refresh
 from cgx_jax.policies.statistics import Statistics
 
-FORMAT = 2
+FORMAT = 3
 _AGAIN = "Without load_state_dict, the policy measures and chooses again."
 
 
@@ -76,7 +76,7 @@ class Packed(NamedTuple):
 
 
 # The lists of `Statistics`.
-Sums = tuple[list[float], list[list[float]], list[float], list[float], float, list[float]]
+Sums = tuple[list[float], list[list[float]], list[float], float, list[float]]
 
 
 class Saved(NamedTuple):

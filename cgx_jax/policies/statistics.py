@@ -1,4 +1,4 @@
-"""What the policy knows of the gradients: errors, norms and ranges, measured inside the step."""
+"""What the policy knows of the gradients: errors and norms, measured inside the step."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ class Statistics(NamedTuple):
     """Decayed sums over the observed steps, fp32; divide by `weight`, as `mean` does.
 
     `weight` [leaves] counts the steps in which the leaf was finite on every rank. `error` [leaves,
-    candidates] is the squared L2 error of a rank's encoding of the whole leaf, `square` [leaves]
-    the squared L2 norm, and `spread` [leaves] the range of values. All three are means over the
-    ranks. `seen` [] counts steps. `nonfinite` [leaves] is the share of values that were not finite.
-    All are the same on every rank, and their shapes do not depend on the plan.
+    candidates] is the squared L2 error of a rank's encoding of the whole leaf, and `square`
+    [leaves] the squared L2 norm. Both are means over the ranks. `seen` [] counts steps. `nonfinite`
+    [leaves] is the share of values that were not finite. All are the same on every rank, and their
+    shapes do not depend on the plan.
     """
 
     weight: jax.Array
     error: jax.Array
     square: jax.Array
-    spread: jax.Array
     seen: jax.Array
     nonfinite: jax.Array
 
@@ -42,7 +41,7 @@ class Statistics(NamedTuple):
         """Before the first observation."""
         one = jnp.zeros((leaves,), jnp.float32)
         error = jnp.zeros((leaves, candidates), jnp.float32)
-        return cls(one, error, one, one, jnp.zeros((), jnp.float32), one)
+        return cls(one, error, one, jnp.zeros((), jnp.float32), one)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +76,18 @@ class Sampler:
             fade * old.weight + ok,
             fade[:, None] * old.error + now[:, :count],
             fade * old.square + now[:, count],
-            fade * old.spread + now[:, count + 1],
             jnp.float32(decay) * old.seen + 1,
             jnp.float32(decay) * old.nonfinite + mean[:, -2],
         )
 
     def _measure(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """[leaves, candidates + 3]: squared errors, squared norm, spread, non-finite share.
+        """[leaves, candidates + 2]: squared errors, squared norm, non-finite share.
 
         Samples of all leaves are measured together: one operation per leaf and candidate would take
         longer to compile than the rest of a step.
         """
         if not leaves:
-            return jnp.zeros((0, len(self.candidates) + 3), jnp.float32)
+            return jnp.zeros((0, len(self.candidates) + 2), jnp.float32)
         blocks = [c.block_size for c in self.candidates]
         length = math.lcm(*(b for b in blocks if b is not None))
         length = RUN if length == 1 else length
@@ -109,15 +107,12 @@ class Sampler:
         sums = jax.ops.segment_sum(
             jnp.concatenate([errors, square[:, None]], axis=1), leaf, len(leaves)
         )
-        low = jax.ops.segment_min(rows.min(axis=1), leaf, len(leaves))
-        high = jax.ops.segment_max(rows.max(axis=1), leaf, len(leaves))
         # Counts over all values, since finding a single non-finite value is worth a pass.
         share = [(~jnp.isfinite(x)).sum(dtype=jnp.float32) / max(1, x.size) for x in leaves]
         scaled = sums * np.array(scale, np.float32)[:, None]
         errors, square = self._with_whole(scaled[:, :-1], leaves), scaled[:, -1:]
         errors = jnp.where(jnp.isfinite(errors), errors, OVERFLOWN * square)
-        columns = [errors, square, (high - low)[:, None], jnp.stack(share)[:, None]]
-        return jnp.concatenate(columns, axis=1)
+        return jnp.concatenate([errors, square, jnp.stack(share)[:, None]], axis=1)
 
     def _with_whole(self, errors: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
         """Completes errors measured on runs: returns those of all candidates, in order."""
@@ -159,7 +154,7 @@ def squared_errors(rows: jax.Array, filled: Any, candidates: Sequence[Compressor
 
 
 def mean(statistics: Statistics) -> dict[str, np.ndarray]:
-    """Averages over the observed steps as numpy float64: weight, error, square, spread, nonfinite.
+    """Averages over the observed steps as numpy float64: weight, error, square, nonfinite.
 
     A leaf that was never measured has weight 0 and NaN.
     """
@@ -170,6 +165,5 @@ def mean(statistics: Statistics) -> dict[str, np.ndarray]:
             "weight": weight,
             "error": host["error"] / weight[:, None],
             "square": host["square"] / weight,
-            "spread": host["spread"] / weight,
             "nonfinite": host["nonfinite"] / host["seen"],
         }

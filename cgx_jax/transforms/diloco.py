@@ -445,8 +445,8 @@ class _Workers:
         ]
 
     def _sync(self, policy: Any, specs: Pytree = None) -> Sync:
-        given = {"mesh": self.mesh, "name": self.name, "specs": specs}
-        return Sync.of(self.axis_name, policy, **given, **self.options)
+        own: dict[str, Any] = {"axis_name": self.axis_name, "mesh": self.mesh, "name": self.name}
+        return Sync(policy=policy, specs=specs, **own, **self.options)
 
     def _numbers(self, paths: list[str], nbytes: list[int]) -> list[tuple[int, ...]]:
         """Returns the numbers of the leaves of each fragment."""

@@ -31,18 +31,6 @@ class Units(NamedTuple):
     rows: jax.Array
     columns: jax.Array
 
-    def divide(self, x: jax.Array) -> jax.Array:
-        """Returns `x` in these units, fp32."""
-        return self._multiply(x, 0)
-
-    def multiply(self, x: jax.Array) -> jax.Array:
-        """Returns `x`, which is in these units, as plain values, fp32."""
-        return self._multiply(x, 1)
-
-    def _multiply(self, x: jax.Array, way: int) -> jax.Array:
-        matrix = x.astype(jnp.float32).reshape(self.rows.shape[1], self.columns.shape[1])
-        return (matrix * (self.rows[way][:, None] * self.columns[way][None])).reshape(x.shape)
-
 
 class Moments(NamedTuple):
     """What `SecondMoment` knows of the leaves, fp32.

@@ -61,9 +61,9 @@ def scatter_gradients(
     """
     import optax
 
-    sync = Sync.of(
-        axis_name,
-        policy,
+    sync = Sync(
+        axis_name=axis_name,
+        policy=policy,
         memory=memory,
         precondition=precondition,
         seed=seed,

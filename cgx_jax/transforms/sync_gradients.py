@@ -137,9 +137,9 @@ def sync_gradients(
     """
     import optax
 
-    sync = Sync.of(
-        axis_name,
-        policy,
+    sync = Sync(
+        axis_name=axis_name,
+        policy=policy,
         memory=memory,
         precondition=precondition,
         seed=seed,
@@ -152,58 +152,42 @@ def sync_gradients(
     return optax.GradientTransformationExtraArgs(sync.init, sync.update)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sync:
-    """The arguments of `sync_gradients`; `how` holds those of the reduction.
+    """The arguments of `sync_gradients`. `name` is the call that the user wrote.
 
-    `name` is the call that the user wrote. With `dimensions`, each rank gets a shard of the mean
-    (`scatter_gradients`). `cuts` say how the leaves that `update` gets are shards over other axes
-    of the mesh. With `specs`, it gets whole leaves that XLA shards.
+    With `dimensions`, each rank gets a shard of the mean (`scatter_gradients`). `cuts` say how the
+    leaves that `update` gets are shards over other axes of the mesh. With `specs`, it gets whole
+    leaves that XLA shards.
     """
 
     axis_name: AxisName
-    policy: Compressor | Policy | Plan | Stages | None
-    memory: Memory | None
-    precondition: SecondMoment | None
-    seed: int
-    mesh: Mesh | AbstractMesh | None
-    how: dict[str, Any]
+    policy: Compressor | Policy | Plan | Stages | None = None
+    memory: Memory | None = None
+    precondition: SecondMoment | None = None
+    seed: int = 0
+    exchange: Exchange | Chooser | str = "auto"
+    reduction: Reduction | str | None = None
+    levels: Levels | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    specs: Pytree = None
+    dimensions: Dimensions | None = None
     cuts: tuple[Cut, ...] | None = None
     name: str = CALLER
-    dimensions: Dimensions | None = None
-    specs: Pytree = None
 
     def __post_init__(self) -> None:
+        check_options(self.axis_name, self.mesh)
+        if not isinstance(self.policy, Plan | Stages):
+            require_policy(self.name, self.policy)
+        ways_named(self.name, **self.how)
+        object.__setattr__(self, "axis_name", axes_of(self.name, self.axis_name))
         require_options(self.name, self.memory, self.precondition, self.seed)
 
-    @classmethod
-    def of(
-        cls,
-        axis_name: AxisName,
-        policy: Compressor | Policy | Plan | Stages | None = None,
-        *,
-        memory: Memory | None = None,
-        precondition: SecondMoment | None = None,
-        seed: int = 0,
-        mesh: Mesh | AbstractMesh | None = None,
-        exchange: Exchange | Chooser | str = "auto",
-        reduction: Reduction | str | None = None,
-        levels: Levels | None = None,
-        dimensions: Dimensions | None = None,
-        name: str = CALLER,
-        specs: Pytree = None,
-    ) -> Sync:
-        """Checks the arguments of `sync_gradients`."""
-        check_options(axis_name, mesh)
-        if not isinstance(policy, Plan | Stages):
-            require_policy(name, policy)
-        how: dict[str, Any] = {"exchange": exchange, "reduction": reduction, "levels": levels}
-        if dimensions is not None:
-            how["collective"] = Collective.REDUCE_SCATTER
-        ways_named(name, **how)
-        axes = axes_of(name, axis_name)
-        given = {"name": name, "dimensions": dimensions, "specs": specs}
-        return cls(axes, policy, memory, precondition, seed, mesh, how, **given)
+    @property
+    def how(self) -> dict[str, Any]:
+        """The options of the reduction."""
+        how = {"exchange": self.exchange, "reduction": self.reduction, "levels": self.levels}
+        return how if self.dimensions is None else how | {"collective": Collective.REDUCE_SCATTER}
 
     def init(self, params: Pytree) -> SyncState:
         state: SyncState = init_on_shards(
