@@ -182,6 +182,7 @@ CASES = {  # options of diloco, and those of the reference that differ
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick(*CASES.keys() - {"mix", "fragments"})  # within "streaming"
 def test_steps_are_those_of_the_reference(case):
     options, changes = CASES[case]
     plain = {k: v for k, v in options.items() if k != "fragments"}
@@ -196,6 +197,7 @@ def test_steps_are_those_of_the_reference(case):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.quick("0", "1", "2")
 def test_random_trees_and_options_follow_the_reference(seed):
     rng = np.random.default_rng(seed)
     count, every = rng.integers(1, 6), int(rng.integers(1, 8))
@@ -221,15 +223,15 @@ def test_random_trees_and_options_follow_the_reference(seed):
             np.testing.assert_allclose(x, y, atol=3e-5)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_without_check_vma_it_is_the_same(check_vma):
+def test_without_check_vma_it_is_the_same():
     options, _ = CASES["streaming"]
-    shared, _, _ = trained(wrapped(**options), check_vma=check_vma)
+    shared, _, _ = trained(wrapped(**options), check_vma=False)
     want, _, _ = trained(wrapped(**options))
     jax.tree.map(np.testing.assert_array_equal, shared[-1], want[-1])
 
 
 @pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.quick("2")
 def test_workers_may_be_an_axis_of_vmap(delay):
     tx = wrapped(Quantize(8), every=4, delay=delay)
 

@@ -137,7 +137,7 @@ BAD = [
     ("state", ["plans", "plans", 1], [0], "has 1 adaptive leaves, but this one has 3"),
     ("state", ["pending", 1, 1, 0], [1.0], "statistics .* not of 3 adaptive leaves and 7"),
     ("state", ["pending", 1, 0], [1.0], "statistics .* not of 3 adaptive leaves and 7"),
-    ("state", ["pending", 1, 4], "x", r"it pending\[1\]\[5\]='x' is not list"),
+    ("state", ["pending", 1, 4], "x", r"it pending\[1\]\[4\]='x' is not list"),
     ("state", ["nonfinite"], [0.0], "has 1 adaptive leaves, but this one has 3"),
 ]
 
