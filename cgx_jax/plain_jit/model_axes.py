@@ -25,7 +25,7 @@ from cgx_jax.plain_jit.arguments import (
 )
 from cgx_jax.plain_jit.split import Ranks
 from cgx_jax.transforms.cuts import Cut
-from cgx_jax.transforms.inner_axes import check_spec, on_shards, shards_of
+from cgx_jax.transforms.inner_axes import check_spec, is_function, on_shards, shards_of
 
 _REPLICATED: Any = PartitionSpec()
 
@@ -60,7 +60,7 @@ class Shards:
         others = frozenset(ranks.mesh.axis_names) - set(ranks.names)
         found: list[PartitionSpec] = []
         wanted = [number for number, argument in enumerate(arguments) if argument.wanted]
-        asks = _is_function(specs)
+        asks = is_function(specs)
         each = [specs] * len(wanted) if single or asks or specs is None else specs
         if not isinstance(each, (tuple, list)) or len(each) != len(wanted):
             raise ValueError(
@@ -121,11 +121,6 @@ def as_now(specs: Pytree) -> Pytree:
         return x if hidden else x.sharding
 
     return jax.tree.map(placed, nnx().state(specs, nnx().Param) if is_nnx(specs) else specs)
-
-
-def _is_function(specs: Pytree) -> bool:
-    """Whether `specs` is a function of paths, and no module of Equinox, which can be called too."""
-    return callable(specs) and bool(jax.tree_util.all_leaves([specs]))
 
 
 def _asked(

@@ -40,8 +40,7 @@ def specs_of(
         mesh = jax.sharding.get_abstract_mesh()
     leaves = leaves_of(tree)
     treedef: jax.tree_util.PyTreeDef = jax.tree.structure(tree)
-    # A model of Equinox can be called, but as a tree of specs it is no function.
-    if callable(specs) and jax.tree_util.all_leaves([specs]):
+    if is_function(specs):
         given: list[Any] = [specs(leaf.path) for leaf in leaves]
     else:
         try:
@@ -49,9 +48,8 @@ def specs_of(
         except ValueError as error:
             raise ValueError(
                 f"{caller}: specs is no tree like the parameters: {str(error).rstrip('.')}. Pass "
-                "one PartitionSpec "
-                "for each, P() for those that every device has whole, or a function of a leaf's "
-                "path."
+                "one PartitionSpec for each, P() for those that every device has whole, or a "
+                "function of a leaf's path."
             ) from None
     found = []
     for leaf, entry in zip(leaves, given, strict=True):
@@ -72,6 +70,11 @@ def specs_of(
             )
         found.append(spec)
     return found
+
+
+def is_function(specs: Pytree) -> bool:
+    """Whether `specs` is a function of paths, and no module of Equinox, which can be called too."""
+    return callable(specs) and bool(jax.tree_util.all_leaves([specs]))
 
 
 def specs_in_types(tree: Pytree) -> Pytree:
