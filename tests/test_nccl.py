@@ -3,7 +3,9 @@
 The C++ tests check the bytes of these calls.
 """
 
+import dataclasses
 import json
+import re
 import types
 
 import jax
@@ -52,6 +54,25 @@ def test_every_stream_has_a_message_where_there_is_enough(size, streams):
     assert segment == nccl.ALIGNMENT or count >= min(streams, layout.chunk_bytes // 4096)
     if streams == 1:
         assert segment == SEGMENT_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(Quantize):
+    """A code of a user, with the kernels of another one."""
+
+    def prepare(self, x, state):
+        return x / 2, state
+
+
+@pytest.mark.parametrize("reduction", [None, "gather_sum"])
+def test_what_a_code_prepares_is_not_sent_by_a_call_that_cannot_prepare(reduction, mesh, built):
+    def f(x):
+        return summed(x, "nccl", compressor=Halved(4), reduction=reduction)
+
+    over = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())
+    found = re.findall(r"cgx_\w+", str(jax.make_jaxpr(over)(jnp.ones((WORLD, 4096)))))
+    assert "cgx_encode" in found
+    assert not [name for name in found if name.endswith("_nccl")]
 
 
 def summed(x, exchange, **options):

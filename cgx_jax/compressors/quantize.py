@@ -25,7 +25,16 @@ from cgx_jax.kernels import primitives
 from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.reference import NORMAL_RANGE
 from cgx_jax.kernels.squared_error import quantized_errors
-from cgx_jax.kernels.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes, mask_segment
+from cgx_jax.kernels.wire import (
+    GROUP,
+    MAX_BITS,
+    MAX_BUCKET,
+    ROUNDINGS,
+    Layout,
+    Slot,
+    leaf_bytes,
+    mask_segment,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +96,11 @@ class Quantize(PayloadCompressor):
             raise ValueError(
                 f"Quantize: bucket_size={self.bucket_size} is not a positive multiple of {GROUP}; "
                 f"the next multiple is {above}."
+            )
+        if self.bucket_size > MAX_BUCKET:
+            raise ValueError(
+                f"Quantize: bucket_size={self.bucket_size} is above {MAX_BUCKET}; a bucket ends "
+                "with its leaf, so a smaller number may hold whole leaves, too."
             )
         if self.rounding not in ROUNDINGS:
             known = ", ".join(repr(r) for r in ROUNDINGS)

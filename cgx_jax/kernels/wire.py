@@ -15,6 +15,7 @@ WIRE_VERSION = 2
 META_BYTES = 8
 GROUP = 32  # codes are packed in groups of 32 values, so bucket sizes are multiples of 32
 MAX_BITS = 8
+MAX_BUCKET = 2**30
 MASK_BITS = 16  # of a record: its mask tells which segments of the bucket are zero
 ROUNDINGS = ("nearest", "stochastic", "correlated")  # a kernel call has the index
 FUSION_BYTES = 64 << 20  # uncompressed bytes per fusion buffer

@@ -32,7 +32,7 @@ class AllGather(OfRows):
 
     def run(self, job: Job, given: Operands) -> Reduced:
         rank, seed, leaves = job.axes.rank(), given.seeds[0], given.leaves
-        if self.in_one_call(job.exchange, job.leaves, job.axes.world) and not job.prepares:
+        if self.in_one_call(job.exchange, job.leaves, job.axes.world):
             rows: list[jax.Array] = []
             for leaf, x in zip(job.leaves, leaves, strict=True):
                 code = whole_code((leaf,))

@@ -133,6 +133,8 @@ class Reduction(abc.ABC):
         """Whether the exchange has a call that does the whole reduction of these leaves."""
         if self.collective is None or self.collective.value not in exchange.can:
             return False
+        if any(leaf.compressor.prepares for leaf in leaves):  # no such call prepares
+            return False
         return self.layout(leaves, world) is not None
 
     def layout(self, leaves: tuple[CodedLeaf, ...], world: int) -> Layout | None:
