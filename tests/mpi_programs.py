@@ -33,3 +33,15 @@ def program(paths="ab", shape=(64, 64), dtype=np.float32, before=1.0, after=1.0,
         return {k: x * np.asarray(after, x.dtype) for k, x in mean.items()}
 
     return step, {k: np.zeros((8, *shape), dtype) for k in paths}
+
+
+def labels_of_two(mesh, prints):
+    """Returns the labels of a program, and of one that may print on this rank."""
+    step, tree = program()
+
+    def printing(tree):
+        if prints:
+            jax.debug.print("{}", tree["a"][0, 0])
+        return step(tree)
+
+    return [x for f in (step, printing) for x in labels(f, tree, mesh=mesh)]

@@ -89,8 +89,9 @@ def same_bytes(what, make, *inputs, mesh, spec=None, **options):
         sharded(mesh, lambda *xs, e=e: make(e, *xs), spec=spec, **options)(*operands)
         for e in ("mpi", "xla")
     )
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert own(g).tobytes() == own(w).tobytes(), f"{what} on rank {RANK}"
+    for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        here = f"{what}{jax.tree_util.keystr(path)} on rank {RANK}"
+        assert own(g).tobytes() == own(w).tobytes(), here
 
 
 FUSED = {"scatter_gather": "cgx_all_reduce_mpi", "gather_sum": "cgx_gather_sum_mpi"}
@@ -217,23 +218,18 @@ def rows():
     def of_bytes(world, n, *more):
         return np.random.default_rng(n).integers(0, 256, (WORLD, *more, world, n), np.uint8)
 
-    def each(f, x, mesh=line):
-        """Compares results as each rank's own, whatever their type says."""
-        own = lambda e, x: jax.tree.map(lambda y: y[None], f(e, x))  # noqa: E731
-        same_bytes(f"rows {x.shape}", own, x, mesh=mesh, out=P(mesh.axis_names))
+    def each(fs, *xs, mesh=line):
+        """Compares results as each rank's own, whatever their type says; in one program."""
+        own = lambda e, *xs: [  # noqa: E731
+            jax.tree.map(lambda y: y[None], f(e, x)) for f, x in zip(fs, xs, strict=True)
+        ]
+        same_bytes("rows", own, *xs, mesh=mesh, out=P(mesh.axis_names))
 
-    for n in (0, 1, 13, 64, 128, 1000):
-        each(lambda e, x: both_of(e, x, "data"), of_bytes(WORLD, n))
-    x = of_bytes(WORLD, 300)
-    each(lambda e, x: both_of(e, x, "data", "model"), x, mesh=grid)
-    each(lambda e, x: both_of(e, x, "data"), of_bytes(2, 300), mesh=grid)
-    each(lambda e, x: both_of(e, x, "model"), of_bytes(WORLD // 2, 300), mesh=grid)
-    halves = [[0, WORLD - 1], list(range(1, WORLD - 1))] if WORLD == 4 else [[1, 0]]
-    each(lambda e, x: both_of(e, x, "data", groups=halves), of_bytes(2, 300))
-    each(
-        lambda e, x: jax.vmap(lambda y: both_of(e, y, "data"))(x),
-        of_bytes(WORLD, 300, 3),
-    )
+    def over(*axes, groups=None):
+        return lambda e, x: both_of(e, x, *axes, groups=groups)
+
+    def in_vmap(e, x):
+        return jax.vmap(lambda y: both_of(e, y, "data"))(x)
 
     def in_scan(e, x):
         def body(rows, _):
@@ -242,7 +238,13 @@ def rows():
 
         return lax.scan(body, x, None, length=3)[0]
 
-    each(in_scan, x)
+    x, two = of_bytes(WORLD, 300), of_bytes(2, 300)
+    halves = [[0, WORLD - 1], list(range(1, WORLD - 1))] if WORLD == 4 else [[1, 0]]
+    sizes = [of_bytes(WORLD, n) for n in (0, 1, 13, 64, 128, 1000)]
+    more = [over("data", groups=halves), in_vmap, in_scan]
+    each([over("data")] * 6 + more, *sizes, two, of_bytes(WORLD, 300, 3), x)
+    along = [over("data", "model"), over("data"), over("model")]
+    each(along, x, two, of_bytes(WORLD // 2, 300), mesh=grid)
     # Without groups, a gathered array is typed as the same on all ranks.
     gathered = sharded(line, lambda x: both_of("mpi", x, "data")[1])(place(line, x))
     np.testing.assert_array_equal(own(gathered), x[:, 0])
@@ -254,24 +256,30 @@ def kinds():
     check_exchange(Mpi(), line, "data")
     key, x = jax.random.key(5), normal(WORLD, 8 * WORLD, 70)
     codes = [Quantize(4), Quantize(3, 96, "stochastic"), Cast(jnp.bfloat16), Steps(), Largest()]
-    for c in codes:
-        for how in (r for r in c.reductions if named("kinds", r).needs <= Mpi().can):
 
-            def reduce(e, x, *, c=c, how=how, axis="data", **levels):
-                options = {"key": key, "exchange": e, "reduction": how, **levels}
-                return cgx_jax.psum_compressed(x, axis, c, **options)
+    def reduced(e, x, axis="data", **levels):
+        options = {"key": key, "exchange": e, **levels}
+        return {
+            f"{c} by {how}": cgx_jax.psum_compressed(x, axis, c, reduction=how, **options)
+            for c in codes
+            for how in c.reductions
+            if named("kinds", how).needs <= Mpi().can
+        }
 
-            same_bytes(f"{c} by {how}", reduce, x, mesh=line)
-            near = {"axis": ("node", "local"), "levels": Levels("local")}
-            leveled = functools.partial(reduce, **near)
-            if WORLD > 2:  # else a level is a rank
-                same_bytes(f"{c} by {how} over levels", leveled, x, mesh=grid)
-        for half in (cgx_jax.psum_scatter_compressed, cgx_jax.all_gather_compressed):
+    def halves(e, x):
+        return {
+            f"{c}, {half.__name__}": half(x, "data", c, key=key, exchange=e, tiled=True)[None]
+            for c in codes
+            for half in (cgx_jax.psum_scatter_compressed, cgx_jax.all_gather_compressed)
+        }
 
-            def sharded_half(e, x, *, c=c, half=half):
-                return half(x, "data", c, key=key, exchange=e, tiled=True)[None]
+    def every(e, x):
+        return reduced(e, x), halves(e, x)
 
-            same_bytes(f"{c}, {half.__name__}", sharded_half, x, mesh=line, out=P("data"))
+    same_bytes("kinds", every, x, mesh=line, out=(P(), P("data")))
+    if WORLD > 2:  # else a level is a rank
+        near = functools.partial(reduced, axis=("node", "local"), levels=Levels("local"))
+        same_bytes("over levels", near, x, mesh=grid)
 
 
 def other_rows():
@@ -346,6 +354,7 @@ def killed():
         like = jnp.zeros(x.shape[1:])
         tx = diloco(optax.sgd(1.0), "data", every=2, delay=1, exchange="mpi", mesh=mesh)
         state = tx.init(like)
+        state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
         specs = cgx_jax.state_specs(state, "data")
 
         @jax.jit
@@ -467,21 +476,21 @@ def started():
         for n in range(7)
     ]
 
-    def trained(exchange, reduction, memory):
+    def trained(exchange, reduction, memory, fragments):
         tx = diloco(
             optax.sgd(0.1),
             "data",
             Quantize(4, rotation=True, rounding="stochastic"),
             every=4,
             delay=2,
-            fragments=2,
+            fragments=fragments,
             memory=memory,
             precondition=SecondMoment(),
             exchange=exchange,
             reduction=reduction,
             mesh=mesh,
         )
-        state = tx.init(like)
+        state = jax.jit(tx.init)(like)
         state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
         specs = cgx_jax.state_specs(state, "data")
         step = jax.jit(
@@ -505,8 +514,8 @@ def started():
             rest = now._replace(fragments=[f._replace(ticket=()) for f in now.fragments])
             yield jax.tree.map(own, (out, rest))
 
-    for reduction, memory in (("scatter_gather", ErrorFeedback()), ("gather_sum", None)):
-        want, *more = (x for e in ("xla", "mpi") for x in trained(e, reduction, memory))
+    for how in (("scatter_gather", ErrorFeedback(), 2), ("gather_sum", None, 1)):
+        want, *more = (x for e in ("xla", "mpi") for x in trained(e, *how))
         for got in more:
             jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -626,9 +635,10 @@ def misgrouped():
     def damaged(*args, **options):
         return attributes(*args, **options) | {"groups": np.array([7, 8, RANK], np.int64)}
 
-    fused.Bound.attributes = damaged
     mesh = mesh_of(data=WORLD)
+    fused.Bound.attributes = damaged
     report(failing(reducer(mesh), place(mesh, normal(WORLD, 10_000)))[0])
+    fused.Bound.attributes = attributes
 
 
 def misuse():

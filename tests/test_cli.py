@@ -1,12 +1,13 @@
 """`python -m cgx_jax`, as a user starts it: on simulated devices, and as one of two processes."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 
 import cgx_jax
-from cgx_jax import Quantize
+from cgx_jax import Quantize, __main__
 from cgx_jax.choice import Profile
 from cgx_jax.commands import chart, doctor, rig
 from processes import command_line, finish, free_port
@@ -42,8 +43,22 @@ def test_doctor_prints_the_same_as_json():
     assert "mpiexec" in found["exchanges"]["remedy"]  # this process is not an MPI rank
 
 
-def test_version():
-    assert run("--version") == (0, f"cgx_jax {cgx_jax.__version__}\n", "")
+@pytest.fixture
+def ended(monkeypatch):
+    """Provides a function that gives this process a command line, and returns its exit code."""
+
+    def with_arguments(*arguments):
+        monkeypatch.setattr(sys, "argv", ["python -m cgx_jax", *arguments])
+        with pytest.raises(SystemExit) as end:
+            __main__.main()
+        return end.value.code
+
+    return with_arguments
+
+
+def test_version(ended, capsys):
+    assert ended("--version") == 0
+    assert capsys.readouterr() == (f"cgx_jax {cgx_jax.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +95,7 @@ def test_doctor_fails_for_kernels_that_give_wrong_values(monkeypatch, capsys):
 def test_tune_writes_a_profile_that_bench_follows_and_draws(tmp_path):
     profile, png, numbers = (tmp_path / "new" / name for name in ("p.json", "b.png", "b.json"))
     sweep = ("--devices", 4, "--sizes", "4k,64k")
-    code, out, error = run("tune", *sweep, "--bits", 4, "--budget", 10, "--out", profile)
+    code, out, error = run("tune", *sweep, "--bits", 4, "--budget", 3, "--out", profile)
     assert code == 0, error
     assert "4.125" in out
     assert f"use_profile('{profile}')" in out
@@ -144,19 +159,24 @@ def test_bench_measures_between_two_processes_over_a_slow_link(tmp_path):
     ("arguments", "message"),
     [
         (("bench", "--link", "100"), "rate '100' is not a number followed by kbit, mbit or gbit"),
-        (("bench", "--devices", 1), "pass --devices 8 to simulate"),
-        (("tune", "--devices", 4, "--bits", "9"), "'9' is not a list of widths"),
+        (("tune", "--devices", "4", "--bits", "9"), "'9' is not a list of widths"),
         (("bench", "--sizes", "huge"), "'huge' is not a list of sizes"),
         (("bench", "--sizes", "inf"), "'inf' is not a list of sizes"),
         (("bench", "--sizes", "1kM"), "'1kM' is not a list of sizes"),
         ((), "required: command"),
     ],
 )
-@pytest.mark.quick("arguments1-*")
-def test_wrong_options_are_refused(arguments, message):
-    code, _, error = run(*arguments)
+@pytest.mark.every_combination
+def test_wrong_options_are_refused(arguments, message, ended, capsys):
+    assert ended(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_one_device_is_refused():
+    code, _, error = run("bench", "--devices", 1)
     assert code == 2
-    assert message in error
+    assert "pass --devices 8 to simulate" in error
 
 
 @pytest.mark.parametrize(

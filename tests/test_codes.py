@@ -18,13 +18,18 @@ LARGE = 300_000  # so many values that a sample finds the bound, and threads sha
 EDGES = np.array([0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38], "f4")
 
 
-@pytest.fixture(params=module.isas(), autouse=True)
-def isa(request):
-    """Runs every test on every instruction set of this machine."""
+@pytest.fixture(autouse=True)
+def same_isa_afterwards():
     before = module.isa()
-    module.set_isa(request.param)
-    yield request.param
+    yield
     module.set_isa(before)
+
+
+def on_every_isa(f, *operands):
+    """Yields every instruction set of this machine, and what it gives."""
+    for isa in module.isas():
+        module.set_isa(isa)
+        yield isa, f(*operands)
 
 
 def normal(n, seed=0):
@@ -48,7 +53,7 @@ ARRAYS = {f.__name__: f for f in (normal, edges, equal, sparse_values)}
 
 @functools.cache
 def both(target, plain, static):
-    """Returns the native and the jnp function, compiled once for all instruction sets."""
+    """Returns the native and the jnp function, compiled once for all arrays of a size."""
     static = dict(static)
     return (
         jax.jit(lambda *xs: codes.call(target, plain, *xs, **static)),
@@ -57,12 +62,13 @@ def both(target, plain, static):
 
 
 def check(target, plain, *operands, **static):
-    got, want = both(target, plain, tuple(static.items()))
-    for y, z in zip(got(*operands), want(*operands), strict=True):
-        assert (y.shape, y.dtype) == (z.shape, z.dtype)
-        np.testing.assert_array_equal(np.asarray(y).view(np.uint8), np.asarray(z).view(np.uint8))
-    text = got.lower(*operands).as_text()
-    assert target in text, "the call is native"
+    ours, theirs = both(target, plain, tuple(static.items()))
+    want = [np.asarray(z) for z in theirs(*operands)]
+    for isa, got in on_every_isa(ours, *operands):
+        for y, z in zip(got, want, strict=True):
+            assert (y.shape, y.dtype) == (z.shape, z.dtype)
+            np.testing.assert_array_equal(np.asarray(y).view(np.uint8), z.view(np.uint8), isa)
+    assert target in ours.lower(*operands).as_text(), "the call is native"
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
@@ -155,15 +161,16 @@ def test_the_largest_of_every_bucket_are_those_of_jnp(n, keep, bucket_size):
 def test_a_batch_is_as_many_calls():
     x = np.stack([normal(1000, seed) for seed in range(6)])
     call = lambda v: codes.call("cgx_largest", sparse.largest_jnp, v, count=10)  # noqa: E731
-    once = jax.jit(call)
-    at, taken = jax.jit(jax.vmap(jax.vmap(call)))(x.reshape(2, 3, 1000))
-    for i in range(6):
-        for got, want in zip((at, taken), once(x[i]), strict=True):
-            np.testing.assert_array_equal(got.reshape(6, 10)[i], want)
+    once, mapped = jax.jit(call), jax.jit(jax.vmap(jax.vmap(call)))
+    for isa, results in on_every_isa(mapped, x.reshape(2, 3, 1000)):
+        for i in range(6):
+            for got, want in zip(results, once(x[i]), strict=True):
+                np.testing.assert_array_equal(got.reshape(6, 10)[i], want, isa)
     shared = jax.vmap(lambda p: packing.unpack_signs(p, 9), in_axes=1, out_axes=1)
     payload = np.arange(6, dtype=np.uint8).reshape(2, 3)
     want = [packing.unpack_signs(jnp.asarray(p), 9) for p in payload.T]
-    np.testing.assert_array_equal(jax.jit(shared)(payload), np.stack(want, 1))
+    for isa, got in on_every_isa(jax.jit(shared), payload):
+        np.testing.assert_array_equal(got, np.stack(want, 1), isa)
 
 
 # Calls on CUDA: whether there is a kernel, the handler, the jnp function, operands, attributes.
@@ -184,7 +191,6 @@ ON_CUDA = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("isa", module.isas()[:1], indirect=True)
 @pytest.mark.skipif(
     native.cuda_module() is None, reason="no CUDA module: run by `make builds`, with nvcc"
 )
@@ -226,7 +232,6 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("isa", module.isas()[:1], indirect=True)
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: f"{w[1]}-{w[0]}")
 def test_a_wrong_call_names_the_value_and_the_limit(wrong):
     says, name, operands, results, static = wrong
@@ -238,7 +243,6 @@ def test_a_wrong_call_names_the_value_and_the_limit(wrong):
     assert f"cgx_{name}: {says}" in str(error.value)
 
 
-@pytest.mark.parametrize("isa", module.isas()[:1], indirect=True)
 def test_a_turn_outside_of_the_array_is_refused():
     shapes = [jax.ShapeDtypeStruct((1, 3), t) for t in (np.int32, np.float32)]
     static = {"count": np.int64(3), "stride": np.int64(2), "rank": np.int64(1)}

@@ -121,7 +121,7 @@ def test_reduced_bytes_and_residuals_of_every_width_are_the_oracles(rounding, wi
     "rounding", ["nearest", *(pytest.param(r, marks=pytest.mark.slow) for r in ROUNDINGS[1:])]
 )
 def test_reduced_bytes_of_rotated_leaves_decode_to_the_oracles_up_to_a_level(rounding):
-    sizes, world, rank = [64 * 20 + 5, 512, 64 * 33], 3, 1
+    sizes, world, rank = [64 * 20 + 5, 512], 3, 1
     layout, leaves = layout_of([(n, 6, 64, rounding, True) for n in sizes], world)
     x = [np.random.default_rng(i).normal(size=n).astype(np.float32) for i, n in enumerate(sizes)]
     for v in x:
@@ -136,7 +136,7 @@ def test_reduced_bytes_of_rotated_leaves_decode_to_the_oracles_up_to_a_level(rou
     decoded = []
     for chosen in (got, want):
         other[rank] = chosen
-        decoded.append(np.concatenate(oracle.decode(other, leaves, [np.float32] * 3)))
+        decoded.append(np.concatenate(oracle.decode(other, leaves, [np.float32] * 2)))
     np.testing.assert_allclose(*decoded, atol=0.2)
     ones = [np.ones(n, np.float32) for n in sizes]
     kept = [
@@ -204,8 +204,8 @@ def lowered(world, batch=1, residuals=True):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.quick("3")
 def test_the_program_does_not_grow_with_the_number_of_ranks(batch):
-    sizes = {world: len(lowered(world, batch)) for world in (4, 8, 16, 64)}
-    assert max(sizes.values()) < 1.1 * sizes[4], sizes
+    sizes = {world: len(lowered(world, batch)) for world in (4, 64)}
+    assert sizes[64] < 1.1 * sizes[4], sizes
     assert sizes[4] < 3600, sizes  # lines, for three leaves
 
 

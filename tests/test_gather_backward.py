@@ -154,15 +154,17 @@ INSIDE = {"jit": jax.jit, "scan": in_scan, "checkpoint": jax.checkpoint, "vmap":
 @pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(3)], ids=["typed", "raw"])
 def test_it_is_the_same_inside_other_transformations(inside, key, mesh):
     call = lambda t: gather(t, "data", STOCHASTIC, backward=STOCHASTIC, key=key, **HOW)  # noqa: E731
-    want = ranks(lambda t: gradient(call, t), mesh)(shards())
-    got = ranks(lambda t: gradient(INSIDE[inside](call), t), mesh)(shards())
+    tree = {k: x for k, x in shards().items() if k != "small"}
+    want = ranks(lambda t: gradient(call, t), mesh)(tree)
+    got = ranks(lambda t: gradient(INSIDE[inside](call), t), mesh)(tree)
     assert_same_bits(got, want)
 
 
 def test_it_works_over_an_axis_of_vmap(mesh):
     call = lambda t: gather(t, "data", Q4, backward=Q4, **HOW)  # noqa: E731
     f = lambda t: gradient(call, t)  # noqa: E731
-    got, want = jax.vmap(f, axis_name="data")(shards()), ranks(f, mesh)(shards())
+    got = jax.jit(jax.vmap(f, axis_name="data"))(shards())
+    want = ranks(f, mesh)(shards())
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-4)  # noqa: E731
     jax.tree.map(lambda a, b: close(*(x.astype(jnp.float32) for x in (a, b))), got, want)
 
@@ -171,14 +173,17 @@ def test_the_passes_draw_different_noise(mesh):
     """The same key gives the same bits; the gradient's noise is not that of a call with the key."""
     tree = {"w": values(WORLD, 8, 96)}
 
-    def of(key):
+    def gradient_of(key, t):
         call = lambda t: gather(t, "data", backward=STOCHASTIC, key=key, **HOW)  # noqa: E731
-        return ranks(lambda t: gradient(call, t), mesh)(tree)["['w']"]
+        return gradient(call, t)["['w']"]
 
+    of = lambda key: f(jnp.broadcast_to(key, WORLD), tree)  # noqa: E731
+    f = ranks(gradient_of, mesh)
     again = ranks(lambda t: scattered(t, STOCHASTIC, key=KEY, **HOW), mesh)(tree)["['w']"]
-    assert_same_bits(of(KEY), of(KEY))
+    first = of(KEY)
+    assert_same_bits(first, of(KEY))
     for other in (of(jax.random.key(4)), again):
-        assert (np.asarray(of(KEY)) != other).mean() > 0.05
+        assert (np.asarray(first) != other).mean() > 0.05
 
 
 def test_second_derivatives_are_exact(mesh):
@@ -243,7 +248,7 @@ def test_all_leaves_travel_in_one_call(mesh):
     assert sorted(found) == [("u8", "all-gather"), ("u8", "all-to-all")]
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_layers_gathered_ahead_are_scanned_layers(count, mesh):
     """`scan_layers` only changes the order: it has the bits of a scan with one gather per layer."""
     stack = {"kernel": values(WORLD, count, 8, 64) / 8, "bias": values(WORLD, count, 8)}

@@ -188,9 +188,9 @@ def leaf_of(size, bits, bucket_size, rounding=0, number=0, rotation=False, row=0
     return Leaf(size, bits, bucket_size, rounding, number, rotation, segment)
 
 
-def edges(bits, bucket_size=512, number=0, **coding):
+def edges(bits, bucket_size=512, number=0, sizes=EDGES, **coding):
     """One leaf of every awkward size, with numbers from `number` on."""
-    return [leaf_of(n, bits, bucket_size, number=number + s, **coding) for s, n in enumerate(EDGES)]
+    return [leaf_of(n, bits, bucket_size, number=number + s, **coding) for s, n in enumerate(sizes)]
 
 
 def values_for(leaves, dtype, seed=0):
@@ -216,9 +216,12 @@ def with_zeros(x, rng):
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.every_combination
 def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, coding):
-    leaves = [leaf for number in (0, 100, 200) for leaf in edges(bits, number=number, **coding)]
-    each = np.split(np.array(values_for(leaves, np.float32, bits), object), 3)
-    values = [v.astype(t) for x, t in zip(each, DTYPES.values(), strict=True) for v in x]
+    leaves, values = [], []
+    few = (1, 31, 33, 511, 1000)
+    for number, (dtype, sizes) in enumerate({"f32": EDGES, "bf16": few, "f16": few}.items()):
+        own = edges(bits, number=100 * number, sizes=sizes, **coding)
+        leaves += own
+        values += values_for(own, DTYPES[dtype], 10 * number + bits)
     check_all_calls(values, leaves, 3, 1, 3.0)
 
 
@@ -257,8 +260,8 @@ def test_300_leaves_travel_in_one_call():
 @pytest.mark.quick("nearest", "rotated correlated")
 def test_work_split_over_threads_writes_the_same_bytes(coding):
     leaves = [
-        leaf_of(2**20 + 3, 4, 512, number=7, **coding),
-        leaf_of(300_000, 7, 96, number=8, **coding),
+        leaf_of(2**18 + 3, 4, 512, number=7, **coding),
+        leaf_of(150_000, 7, 96, number=8, **coding),
         leaf_of(2**18, 1, 1 << 18, number=9, **coding),
     ]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0)
@@ -267,7 +270,7 @@ def test_work_split_over_threads_writes_the_same_bytes(coding):
 @every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_leaf_too_large_for_the_caches_is_as_its_two_halves(dtype):
-    half = 10_000 * 512
+    half = 8200 * 512  # together more than kNontemporalValues
     x = np.random.default_rng(0).standard_normal(2 * half + 3, np.float32).astype(DTYPES[dtype])
     parts = [x[:half], x[half:]]
 
@@ -313,8 +316,8 @@ def test_units_multiply_every_value_on_its_way_in_and_out(dtype, coding, columns
 
 def test_units_of_large_leaves_and_of_rows_shorter_than_a_vector():
     leaves = [
-        Leaf(5 * 3 * 2**16),
-        leaf_of(5 * 3 * 2**16, 4, 512, number=1, rotation=True, row=15),
+        Leaf(5 * 3 * 2**14),
+        leaf_of(5 * 3 * 2**14, 4, 512, number=1, rotation=True, row=15),
     ] * 2
     units = [None, *units_for(leaves, lambda n: 5)[1:2], *units_for(leaves, lambda n: n // 3)[1:3]]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0, units)

@@ -65,27 +65,29 @@ def split(rows, layout):
     return np.array(ranges), np.array(masks), np.concatenate(levels).astype(int)
 
 
+CODINGS = [
+    *[(1, "nearest", False), (4, "nearest", False), (4, "nearest", True), (7, "nearest", False)],
+    *[(3, "stochastic", False), (8, "stochastic", False), (3, "correlated", True)],
+]
+EACH = [
+    ("bfloat16", 3, "stochastic", False, [0, 33, 2000]),
+    ("float16", 4, "nearest", True, [0, 33, 2000]),
+    *(
+        pytest.param(dtype, *coding, SIZES, marks=pytest.mark.slow)
+        for dtype in ("float32", "bfloat16", "float16")
+        for coding in CODINGS
+    ),
+]
+
+
 @needs_native
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("bits", "rounding", "rotation"),
-    [
-        (3, "stochastic", False),
-        (4, "nearest", False),
-        (4, "nearest", True),
-        pytest.param(1, "nearest", False, marks=pytest.mark.slow),
-        pytest.param(7, "nearest", False, marks=pytest.mark.slow),
-        pytest.param(8, "stochastic", False, marks=pytest.mark.slow),
-        pytest.param(3, "correlated", True, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.quick("3-stochastic-False-bfloat16", "4-nearest-True-float16")
+@pytest.mark.parametrize(("dtype", "bits", "rounding", "rotation", "sizes"), EACH)
 def test_fallback_equals_the_native_kernels_or_is_within_one_level_of_rotated_ones(
-    dtype, bits, rounding, rotation
+    dtype, bits, rounding, rotation, sizes
 ):
     world = 3 if rounding == "nearest" else 4
-    layout = layout_of(bits, 96, world, rounding=rounding, rotation=rotation)
-    leaves, rank = leaves_of(dtype), world - 1
+    layout = layout_of(bits, 96, world, sizes, rounding, rotation)
+    leaves, rank = leaves_of(dtype, sizes), world - 1
     ours = primitives.encode(Sent(KEY, leaves, rank=rank), layout)[0].at[rank].set(0)
     theirs = compiled(
         reference.encode, KEY, jnp.int32(rank), *leaves, layout=layout, residual=False

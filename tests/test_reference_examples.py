@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import cgx_jax
+from cgx_jax.tuning import sweep
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 PAGES = sorted(page.name for page in REFERENCE.glob("*.md"))
@@ -35,8 +36,11 @@ def blocks(page):
     "page", [pytest.param(p, marks=pytest.mark.slow if p in COSTLY else ()) for p in PAGES]
 )
 def test_the_examples_of_a_page_run(page, monkeypatch, following):
-    # The real function would change this process for all later tests.
-    monkeypatch.setattr(cgx_jax, "keep_memory", lambda: True)
+    # The real function would change this process for all later tests; few rounds tune as well.
+    patches = [(cgx_jax, "keep_memory", lambda: True)]
+    patches += [(sweep, "ROUNDS", range(3, 6)), (sweep, "CODEC_ROUNDS", 3)]
+    for patch in patches:
+        monkeypatch.setattr(*patch)
     namespace = {}
     with jax.numpy_dtype_promotion("standard"):  # as users have it; optax needs it
         for block in blocks(page):

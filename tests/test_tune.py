@@ -248,8 +248,9 @@ def test_a_wrong_call_is_refused_even_where_the_profile_says_psum(mesh, followin
 @pytest.fixture
 def few_rounds(monkeypatch):
     """Shortens `tune`: few rounds, and gather_sum only up to 4 KiB."""
-    monkeypatch.setattr(sweep, "ONE_SHOT_BYTES", 4096)
-    monkeypatch.setattr(sweep, "ROUNDS", range(3, 6))
+    few = {"ONE_SHOT_BYTES": 4096, "ROUNDS": range(3, 6), "CODEC_ROUNDS": 3}
+    for name, value in few.items():
+        monkeypatch.setattr(sweep, name, value)
 
 
 def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, few_rounds):
@@ -295,7 +296,9 @@ def test_between_two_ranks_gather_sum_is_measured_at_every_size(following, few_r
     assert {r.bytes for r in profile.rows if r.method == "xla/gather_sum"} == {4096, 8192}
 
 
-def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, capsys, caplog):
+def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(
+    mesh, following, capsys, caplog, few_rounds
+):
     profile = tune(mesh, "data", bits=(4,), sizes=(4096, 16384), budget_seconds=1e-3)
     assert {row.bytes for row in profile.rows} == {4096}
     assert "tune 1/2 stopped: 1 of 2 sizes\n" in capsys.readouterr().err
@@ -307,7 +310,7 @@ def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, ca
     assert capsys.readouterr().err.endswith("tune 1/1 done\n")
 
 
-def test_an_axis_of_a_mesh_with_more_is_tuned_by_itself(mesh_2d, following):
+def test_an_axis_of_a_mesh_with_more_is_tuned_by_itself(mesh_2d, following, few_rounds):
     assert tune(mesh_2d, "data", bits=(4,), sizes=(4096,)).world == 4
 
 
