@@ -41,9 +41,13 @@ class Training:
             cgx_jax.sync_gradients("data", policy, memory=memory, mesh=mesh(), exchange="xla"),
             optax.sgd(1.0),
         )
-        self.state = self.tx.init(like)
+        # As later steps get it, so that the step is compiled once for each plan.
+        self.state = self.placed(self.tx.init(like))
         self.specs = cgx_jax.state_specs(self.state, "data")
         self.step = policy.jit(self.sharded(), donate_argnums=(1,))
+
+    def placed(self, state):
+        return jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh()))
 
     def sharded(self):
         def step(grads, state):

@@ -5,7 +5,6 @@ import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -49,17 +48,15 @@ def run(training, periods):
 
 def test_bits_follow_the_change_of_the_norm_and_two_plans_are_compiled_once_each():
     policy = accordion()
-    run(Training(policy), [scale for scale, _ in PERIODS] + [1])
+    scales = [scale for scale, _ in PERIODS] + [1]
+    got = run(Training(policy), scales)
     assert [set(r.bits) for r in policy.history] == [{bits} for _, bits in PERIODS]
     assert len(policy.compile_seconds) == policy.metrics()["cgx/plans"] == 2
     norms = np.array([r.norm for r in policy.history])
     # Every step has its own gradients, and an older sample counts a little.
-    np.testing.assert_allclose(norms / norms[0], [scale for scale, _ in PERIODS], rtol=0.05)
+    np.testing.assert_allclose(norms / norms[0], scales[:-1], rtol=0.05)
 
-
-def test_what_is_reduced_has_the_bits_of_the_fixed_plan():
-    got = Training(accordion()).run(3 * EVERY)  # a look after 8 steps, used from step 11 on
-
+    # What is reduced has the bits of the fixed plan.
     def fixed(compressor):
         tx = optax.chain(
             cgx_jax.sync_gradients("data", compressor, mesh=mesh(), exchange="xla"), optax.sgd(1.0)
@@ -72,11 +69,14 @@ def test_what_is_reduced_has_the_bits_of_the_fixed_plan():
         )
         return jax.jit(step)
 
-    few, many = fixed(FEW), fixed(MANY)
-    for t, mean in enumerate(got):
-        want = (few if t >= 11 else many)(gradients(t))
-        jax.tree.map(np.testing.assert_array_equal, mean, want)
-    assert (mean["big"] != many(gradients(t))["big"]).any()
+    plans = {FEW.bits: fixed(FEW), MANY.bits: fixed(MANY)}
+    for t, mean in enumerate(mean for period in got for mean in period):
+        # What a look chose, such as the one after 8 steps, is used 3 steps later.
+        bits = PERIODS[(t - 7) // EVERY][1] if t >= 7 else MANY.bits
+        own = gradients(t % EVERY, {k: scales[t // EVERY] * v for k, v in SCALE.items()})
+        few, many = plans[FEW.bits](own), plans[MANY.bits](own)
+        jax.tree.map(np.testing.assert_array_equal, mean, few if bits == FEW.bits else many)
+        assert (few["big"] != many["big"]).any()
 
 
 # Step 9 lies between a look and its use.
@@ -88,7 +88,7 @@ def test_a_resumed_run_compares_with_the_norm_before_the_break(steps):
     policy = accordion()
     policy.load_state_dict(json.loads(json.dumps(first.policy.state_dict())))
     second = Training(policy, memory=ErrorFeedback())
-    second.state = jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, first.state))
+    second.state = second.placed(jax.tree.map(np.asarray, first.state))
     expected, got = run(first, [1, 3, 3]), run(second, [1, 3, 3])
     jax.tree.map(np.testing.assert_array_equal, expected, got)
     assert policy.history == first.policy.history

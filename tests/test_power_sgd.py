@@ -33,7 +33,7 @@ def low_rank(rank, *shape, seed=0):
     return (left @ right.T).reshape(shape).astype(np.float32)
 
 
-def step_of(compressor, world, *, dtype=jnp.float32):
+def step_of(compressor, world, *, dtype=np.float32):
     """Returns a compiled step (f[world, ...], state) -> all ranks' (total, residual, state)."""
     mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
 
@@ -49,11 +49,11 @@ def step_of(compressor, world, *, dtype=jnp.float32):
     )
 
     def step(x, state):
-        total, lost, states = run(jnp.asarray(x, dtype), state)
-        for every in (total, *jax.tree.leaves(states)):
-            rows = np.asarray(every)
+        given = x.astype(dtype), jax.tree.map(np.asarray, state)
+        total, lost, states = jax.tree.map(np.asarray, run(*given))
+        for rows in (total, *jax.tree.leaves(states)):
             assert all(row.tobytes() == rows[0].tobytes() for row in rows), "ranks differ"
-        return np.asarray(total[0]), np.asarray(lost), jax.tree.map(lambda s: s[0], states)
+        return total[0], lost, jax.tree.map(lambda s: s[0], states)
 
     return step
 
@@ -220,13 +220,17 @@ def test_the_code_is_two_factors_of_the_matrix_with_the_last_dimension_as_column
     assert compressor.wire_bits(shape) == 32 * rank * sum(sides)
     assert compressor.payload_bytes(shape) == 4 * rank * sum(sides)
     assert compressor.init(shape, jnp.float32).shape == (rank, sides[1])
-    running = compressor.rounds(
-        jnp.ones(shape), compressor.init(shape, jnp.float32), key=None, world=1
+
+    def sent(x, state):
+        running = compressor.rounds(x, state, key=None, world=1)
+        first = next(running)
+        function, rows = running.send(first)
+        return first, running.send(function(rows))
+
+    arrays = jax.tree.leaves(
+        jax.eval_shape(sent, jnp.ones(shape), compressor.init(shape, jnp.float32))
     )
-    sent = next(running)
-    function, rows = running.send(sent)
-    sent += running.send(function(rows))
-    assert sum(a.nbytes for a in sent) == compressor.payload_bytes(shape)
+    assert sum(a.size * a.dtype.itemsize for a in arrays) == compressor.payload_bytes(shape)
 
 
 def test_a_number_of_values_is_no_matrix():
@@ -246,7 +250,7 @@ def test_the_first_state_depends_on_the_shape_alone():
 @pytest.mark.quick("bfloat16")
 def test_leaves_of_16_bits_are_summed_in_fp32(dtype):
     compressor = PowerSGD(2)
-    x = np.asarray(jnp.asarray(normal(2, *MATRIX), dtype), np.float32)
+    x = normal(2, *MATRIX).astype(jnp.dtype(dtype)).astype(np.float32)
     step, state = step_of(compressor, 2, dtype=jnp.dtype(dtype)), compressor.init(MATRIX, dtype)
     total, _, after = step(x, state)
     want, right = oracle(x.astype(np.float64).sum(0), np.asarray(state, np.float64))
@@ -266,31 +270,35 @@ def test_what_would_leave_float16_has_no_bound():
 @pytest.mark.parametrize("how", ["vmap", "scan"])
 @pytest.mark.quick("vmap")
 def test_batches_and_loops_give_what_single_calls_do(how):
-    x = jnp.asarray(normal(3, *MATRIX))
+    x = normal(3, *MATRIX)
     one = PowerSGD(2).approximate
-    got = jax.vmap(one)(x) if how == "vmap" else lax.map(one, x)
-    want = jnp.stack([jax.jit(one)(v) for v in x])
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    got = jax.jit(jax.vmap(one) if how == "vmap" else lambda x: lax.map(one, x))(x)
+    np.testing.assert_allclose(got, np.stack([jax.jit(one)(v) for v in x]), atol=1e-5)
+
+
+def compiled_sum(tree, compressor, mesh):
+    """Returns a sum's compiled program and the states that it takes."""
+    plan = Plan.build([x[0] for x in tree], Rules((), compressor, exact=()))
+    states = [compressor.init(x.shape[1:], x.dtype) for x in tree]
+
+    def of_rank(xs, states):
+        options = Options.resolve("test", "data", exchange="xla")
+        inputs = Inputs([x[0] for x in xs], None, states=states)
+        return run_route(route(options, plan), inputs).values
+
+    f = jax.shard_map(of_rank, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+    return jax.jit(f).lower(tree, states).compile(), states
 
 
 @pytest.mark.parametrize("leaves", [1, 5])
 @pytest.mark.quick("5")
 def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
     """This holds for any number of leaves; exact leaves travel in the first round."""
-    tree = [jnp.ones((8, 30 + i, 50)) for i in range(leaves)] + [jnp.ones((8, 3, 3))]
+    tree = [normal(8, 30 + i, 50) for i in range(leaves)] + [normal(8, 3, 3)]
     compressor = PowerSGD(2)
-    policy = Plan.build([x[0] for x in tree], Rules((), compressor, exact=()))
-    states = [compressor.init(x.shape[1:], x.dtype) for x in tree]
-
-    def of_rank(xs, states):
-        options = Options.resolve("test", "data", exchange="xla")
-        inputs = Inputs([x[0] for x in xs], None, states=states)
-        return run_route(route(options, policy), inputs).values
-
-    f = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()))
-    text = f.lower(tree, states).compile().as_text()
     found = re.findall(
-        r"= (\S+) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\S*\(", text
+        r"= (\S+) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\S*\(",
+        compiled_sum(tree, compressor, mesh)[0].as_text(),
     )
     rows = sum(30 + i for i in range(leaves))
     sizes = [2 * rows + 9, 2 * 50 * leaves]
@@ -302,27 +310,18 @@ def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
 
 def test_leaves_of_one_shape_share_the_loop_that_orthonormalizes(mesh):
     """A loop takes a third of a second to compile, and twenty leaves once had twenty loops."""
-    tree = [jnp.ones((8, *shape)) for shape in (MATRIX, MATRIX, (30, 50), MATRIX)]
-    compressor = PowerSGD(2)
-    plan = Plan.build([x[0] for x in tree], Rules((), compressor, exact=()))
-    states = [compressor.init(x.shape[1:], x.dtype) for x in tree]
-
-    def of_rank(xs, states):
-        options = Options.resolve("test", "data", exchange="xla")
-        inputs = Inputs([x[0] for x in xs], None, states=states)
-        return run_route(route(options, plan), inputs).values
-
-    f = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()))
-    grads = [normal(*x.shape, seed=i) for i, x in enumerate(tree)]
-    step = f.lower(grads, states).compile()
+    shapes = (MATRIX, MATRIX, (30, 50), MATRIX)
+    tree = [normal(8, *shape, seed=i) for i, shape in enumerate(shapes)]
+    step, states = compiled_sum(tree, PowerSGD(2), mesh)
     assert len(re.findall(r" while\(", step.as_text())) == 2
-    for x, total in zip(grads, step(grads, states), strict=True):
-        right = np.asarray(compressor.init(x.shape[1:], jnp.float32), np.float64)
-        np.testing.assert_allclose(total, oracle(x.sum(0).astype(np.float64), right)[0], atol=2e-4)
+    for x, right, total in zip(tree, states, step(tree, states), strict=True):
+        want = oracle(x.sum(0).astype(np.float64), np.asarray(right, np.float64))[0]
+        np.testing.assert_allclose(total, want, atol=2e-4)
 
 
 def training(tx, mesh, params):
     state = tx.init(params)
+    state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
     specs = cgx_jax.state_specs(state, "data")
     step = jax.jit(
         jax.shard_map(

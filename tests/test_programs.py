@@ -312,6 +312,7 @@ def linen_step(grad_fn, tx):
     return step
 
 
+@pytest.mark.slow
 def test_linen_with_fsdp_by_its_partitioning(no_cache):
     mesh, tx = auto_mesh((4,)), optax.adam(3e-3)
     is_spec = lambda s: isinstance(s, P)  # noqa: E731

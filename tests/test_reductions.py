@@ -19,7 +19,7 @@ from cgx_jax.exchanges import Mpi
 from cgx_jax.reductions import GatherSum
 from cgx_jax.reductions.named import named
 from cgx_jax.testing import check_reduction
-from toys import Difference, Largest, RankOne, Stateless, Steps, Vote
+from toys import Difference, Largest, Stateless, Steps, Vote
 
 KEY = jax.random.key(11)
 SHAPE = (12, 50)
@@ -32,18 +32,14 @@ WAYS = {
     "ring of Quantize": Quantize(8, 64),
     "tree": Steps(),
     "tree of Quantize": Quantize(8, 64),
-    "sum_rounds": RankOne(),
+    "sum_rounds": Stateless(),
     "majority": Vote(),
 }
-
-
-WAYS["sum_rounds"] = Stateless()
 # Of the two reductions with partial sums, the quick tests try only one.
 QUICK_WAYS = [
     pytest.param(n, marks=pytest.mark.slow if n in ("tree", "ring of Quantize") else ())
     for n in WAYS
 ]
-FEW_WAYS = [pytest.param(n, marks=() if n == "ring" else pytest.mark.slow) for n in WAYS]
 
 
 def how_of(name):
@@ -52,7 +48,7 @@ def how_of(name):
 
 
 def values(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def psum(name, x, axis="data", **options):
@@ -72,32 +68,44 @@ def sharded(f, mesh, *, check_vma=True, out=None):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma))
 
 
-@pytest.mark.parametrize("name", FEW_WAYS)
-def test_transformations_agree_bit_for_bit(name, mesh, mesh_2d):
+@functools.cache
+def summed(name, mesh):
+    return sharded(lambda v: psum(name, v[0]), mesh)
+
+
+BOTH = ("data", "model")
+# f(call, one, two, x): a rank's result of `call`; the meshes have one axis and two.
+TRANSFORMED = {
+    "without check_vma": lambda call, one, two, x: sharded(
+        lambda v: call(v[0]), one, check_vma=False
+    )(x),
+    "pmap": lambda call, one, two, x: jax.pmap(call, axis_name="data")(x)[5],
+    "vmap over the axis": lambda call, one, two, x: jax.jit(jax.vmap(call, axis_name="data"))(x)[5],
+    "vmap over two axes": lambda call, one, two, x: jax.jit(
+        jax.vmap(jax.vmap(lambda v: call(v, BOTH), axis_name="model"), axis_name="data")
+    )(x.reshape(4, 2, *SHAPE))[1, 1],
+    "two axes": lambda call, one, two, x: sharded(lambda v: call(v[0], BOTH), two)(x),
+    "scan": lambda call, one, two, x: sharded(
+        lambda v: lax.scan(lambda c, _: (call(v[0] + 0 * c), None), call(v[0]), length=2)[0], one
+    )(x),
+    "remat": lambda call, one, two, x: sharded(lambda v: jax.checkpoint(call)(v[0]), one)(x),
+    "vmap inside": lambda call, one, two, x: sharded(
+        lambda v: jax.vmap(call)(jnp.stack([v[0], 2 * v[0]]))[0], one
+    )(x),
+}
+
+
+@pytest.mark.parametrize("way", TRANSFORMED)
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.quick("ring-vmap over two axes", "ring-vmap inside", "ring-scan")
+def test_transformations_agree_bit_for_bit(name, way, mesh, mesh_2d):
     x = values(8, *SHAPE)
-    call = functools.partial(psum, name)
-    both = ("data", "model")
-    got = {
-        "shard_map": sharded(lambda v: call(v[0]), mesh)(x),
-        "without check_vma": sharded(lambda v: call(v[0]), mesh, check_vma=False)(x),
-        "pmap": jax.pmap(call, axis_name="data")(x)[5],
-        "vmap over the axis": jax.vmap(call, axis_name="data")(x)[5],
-        "vmap over two axes": jax.jit(
-            jax.vmap(jax.vmap(lambda v: call(v, both), axis_name="model"), axis_name="data")
-        )(x.reshape(4, 2, *SHAPE))[1, 1],
-        "two axes": sharded(lambda v: call(v[0], both), mesh_2d)(x),
-        "scan": sharded(
-            lambda v: lax.scan(lambda c, _: (call(v[0] + 0 * c), None), call(v[0]), length=2)[0],
-            mesh,
-        )(x),
-        "remat": sharded(lambda v: jax.checkpoint(call)(v[0]), mesh)(x),
-        "vmap inside": sharded(lambda v: jax.vmap(call)(jnp.stack([v[0], 2 * v[0]]))[0], mesh)(x),
-    }
-    within(name, got["shard_map"], x)
-    for how, y in got.items():
-        # Rounds add up numbers, and the last bits of batched products and sums may differ.
-        tolerance = 1e-5 if name == "sum_rounds" else 0
-        np.testing.assert_allclose(y, got["shard_map"], tolerance, tolerance, err_msg=how)
+    want = summed(name, mesh)(x)
+    within(name, want, x)
+    # Rounds add up numbers, and the last bits of batched products and sums may differ.
+    tolerance = 1e-5 if name == "sum_rounds" else 0
+    got = TRANSFORMED[way](functools.partial(psum, name), mesh, mesh_2d, x)
+    np.testing.assert_allclose(got, want, tolerance, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -124,33 +132,29 @@ def test_groups_reduce_apart(name, check_vma, mesh):
     got = np.asarray(sharded(call, mesh, check_vma=check_vma, out=P("data"))(x))
     for group in groups:
         assert (got[group] == got[group[0]]).all()
-        within(name, got[group[0]], x[jnp.array(group)])
+        within(name, got[group[0]], x[group])
 
 
 @pytest.mark.parametrize("name", QUICK_WAYS)
 def test_the_derivative_is_that_of_lax(name, mesh):
+    for got, want in zip(derivatives(name, mesh), derivatives(None, mesh), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@functools.cache
+def derivatives(name, mesh):
+    """The gradient and the tangent of a sum, of lax.psum without a name."""
     x, t = values(8, *SHAPE), values(8, *SHAPE, seed=1)
     weights = values(*SHAPE, seed=2)
+    f = functools.partial(psum, name) if name else lambda v: lax.psum(v, "data")
 
-    def gradient(f):
-        return sharded(jax.grad(lambda v: jnp.vdot(weights, f(v[0]))), mesh, out=P("data"))(x)
+    def both(v, u):
+        gradient = jax.grad(lambda w: jnp.vdot(weights, f(w[0])))(v)
+        return gradient, jax.jvp(lambda w: f(w[0]), (v,), (u,))[1]
 
-    def tangent(f):
-        run = lambda v: jax.jvp(lambda u: f(u[0]), (v[0],), (v[1],))[1]  # noqa: E731
-        return sharded(run, mesh)(jnp.stack([x, t], axis=1).reshape(16, *SHAPE))
-
-    def tangents(f):
-        both = jax.shard_map(
-            lambda v, u: jax.jvp(lambda w: f(w[0]), (v,), (u,))[1],
-            mesh=mesh,
-            in_specs=(P("data"), P("data")),
-            out_specs=P(),
-        )
-        return jax.jit(both)(x, t)
-
-    exact = lambda v: lax.psum(v, "data")  # noqa: E731
-    np.testing.assert_allclose(gradient(functools.partial(psum, name)), gradient(exact), rtol=1e-6)
-    np.testing.assert_allclose(tangents(functools.partial(psum, name)), tangents(exact), rtol=1e-6)
+    specs = P("data"), P("data")
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=(P("data"), P()))
+    return jax.jit(mapped)(x, t)
 
 
 def sent_in(text, world):
@@ -196,7 +200,7 @@ def test_the_stated_bytes_are_those_of_the_program(name, mesh):
 
 @pytest.mark.parametrize("name", ["ring", "tree of Quantize"])
 def test_partial_sums_travel_as_bytes_between_pairs_alone(name, mesh):
-    text = sharded(lambda v: psum(name, v[0]), mesh).lower(values(8, *SHAPE)).compile().as_text()
+    text = summed(name, mesh).lower(values(8, *SHAPE)).compile().as_text()
     assert set(re.findall(r"= (\w+)\[\S* (all-\w+|collective-\w+)\(", text)) == {
         ("u8", "collective-permute")
     }
@@ -251,7 +255,7 @@ def test_the_sum_of_whole_payloads_errs_less_than_that_of_chunks():
 @pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
 def test_errors_of_random_rounding_average_out_in_a_sum_of_whole_payloads(rounding, mesh):
     """This also holds if all ranks have the same values; errors of shared noise would not."""
-    x = jnp.broadcast_to(values(64, 512), (8, 64, 512))
+    x = np.broadcast_to(values(64, 512), (8, 64, 512))
     code = Quantize(3, 512, rounding)
     call = lambda v: cgx_jax.pmean_compressed(  # noqa: E731
         v[0], "data", code, key=KEY, exchange="xla", reduction="gather_sum"
@@ -266,7 +270,7 @@ def test_the_owner_of_a_vote_weighs_no_more_than_others(mesh):
     x = np.full((8, 8), -1.0, np.float32)
     x[:3] = 1.0
     x[np.arange(8), np.arange(8)] *= 100
-    got = sharded(lambda v: psum("majority", v[0]), mesh)(jnp.asarray(x))
+    got = sharded(lambda v: psum("majority", v[0]), mesh)(x)
     np.testing.assert_array_equal(got, np.full(8, -1.0))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules
@@ -198,8 +199,7 @@ def test_policies_are_static_and_every_call_takes_one(mesh):
     values = np.random.default_rng(0).normal(size=(8, 64, 64)).astype(np.float32)
     pmean = functools.partial(cgx_jax.pmean_compressed, axis_name="data", exchange="xla")
     f = lambda x: pmean({"kernel": x[0]}, compressor=policy)  # noqa: E731
-    spec = jax.sharding.PartitionSpec
-    reduced = jax.shard_map(f, mesh=mesh, in_specs=spec("data"), out_specs=spec())(values)
     alone = lambda x: pmean(x[0], compressor=Q2)  # noqa: E731
-    expected = jax.shard_map(alone, mesh=mesh, in_specs=spec("data"), out_specs=spec())(values)
+    specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
+    reduced, expected = (jax.jit(jax.shard_map(g, **specs))(values) for g in (f, alone))
     np.testing.assert_array_equal(reduced["kernel"], expected)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Cast, Identity, Quantize
@@ -17,12 +17,14 @@ from cgx_jax.policies.statistics import Sampler, Statistics, squared_errors
 from mean_compressor import Mean
 
 WIDTHS = tuple(Quantize(b) for b in range(1, 9))
+TWO = (Quantize(2), Quantize(8))  # quicker to compile, where averages matter and widths do not
 
 
 def measure(sampler, leaves, steps=1, decay=0.5, world=2):
     """Averages after `steps` observations of leaves [world, ...], and each rank's own state."""
     mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
 
+    @jax.jit
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data"))
     )
@@ -33,15 +35,21 @@ def measure(sampler, leaves, steps=1, decay=0.5, world=2):
         return new, every
 
     state = Statistics.zeros(len(leaves), len(sampler.candidates))
+    state = jax.device_put(state, NamedSharding(mesh, P()))  # as later steps get it
     for t in range(steps):
-        state, ranks = jax.jit(observe)(state, [x if steps == 1 else x[t] for x in leaves])
+        state, ranks = observe(state, [x if steps == 1 else x[t] for x in leaves])
     for x in jax.tree.leaves(ranks):
         np.testing.assert_array_equal(x[0], x[-1])
     return statistics.mean(state)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def coded(x, compressor, key):
+    return compressor.decode(compressor.encode(x, key=key), x.shape, x.dtype)
+
+
 def true_error(x, compressor, key=None):
-    decoded = compressor.decode(compressor.encode(x, key=key), x.shape, x.dtype)
+    decoded = coded(x, compressor, key)
     return float(((np.asarray(decoded, np.float64) - np.asarray(x, np.float64)) ** 2).sum())
 
 
@@ -54,7 +62,8 @@ def test_error_of_whole_buckets_is_the_kernels(compressor, size):
     cut = size // bucket * bucket or size
     rows = np.pad(x[:cut], (0, -cut % bucket), mode="edge").reshape(-1, bucket)
     filled = np.full(len(rows), min(cut, bucket))
-    got = squared_errors(jnp.asarray(rows), filled, [Quantize(5, bucket), compressor])
+    candidates = [Quantize(5, bucket), compressor]
+    got = jax.jit(lambda rows: squared_errors(rows, filled, candidates))(rows)
     np.testing.assert_allclose(
         got[:, 1].sum(), true_error(x[:cut], compressor), rtol=2e-4, atol=1e-10
     )
@@ -72,11 +81,12 @@ def test_stochastic_rounding_s_error_is_the_expected_one():
 @pytest.mark.parametrize("c", [Quantize(3, 64), Quantize(4, 64, "stochastic")], ids=str)
 @pytest.mark.quick("*stochastic*")
 def test_encoding_and_decoding_finds_the_error_that_the_arithmetic_gives(c):
-    rows = jnp.asarray(np.random.default_rng(5).normal(size=(50, 128)), jnp.float32)
+    rows = np.random.default_rng(5).normal(size=(50, 128)).astype(np.float32)
     filled = np.repeat([128, 100], 25)
-    general = Compressor.squared_errors.__func__(Quantize, [c], rows, filled)
+    every = functools.partial(Compressor.squared_errors.__func__, Quantize), Quantize.squared_errors
+    measures = (jax.jit(lambda rows, f=f: f([c], rows, filled).sum(0)) for f in every)
     rtol = 0.05 if c.needs_key else 2e-4  # of one draw
-    got, expected = general.sum(0), Quantize.squared_errors([c], rows, filled).sum(0)
+    got, expected = (f(rows) for f in measures)
     np.testing.assert_allclose(got, expected, rtol=rtol)
 
 
@@ -137,15 +147,14 @@ def test_averages_are_those_of_the_ranks_leaves():
 
 def test_a_sample_of_runs_is_near_the_whole():
     x = np.random.default_rng(2).normal(size=(2, 300, 512)).astype(np.float32)
-    few = measure(Sampler(WIDTHS, runs=8), [x])
-    every = measure(Sampler(WIDTHS, runs=300), [x])
+    few, every = (measure(Sampler(TWO, runs=n), [x]) for n in (8, 300))
     np.testing.assert_allclose(few["error"], every["error"], rtol=0.1)
     np.testing.assert_allclose(few["square"], every["square"], rtol=0.1)
 
 
 def test_later_samples_count_more():
     x = np.ones((3, 2, 512), np.float32) * np.array([1, 2, 4], np.float32)[:, None, None]
-    got = measure(Sampler(WIDTHS, runs=1), [x], steps=3, decay=0.5)
+    got = measure(Sampler(TWO, runs=1), [x], steps=3, decay=0.5)
     expected = 512 * (1 * 0.25 + 4 * 0.5 + 16) / 1.75
     np.testing.assert_allclose(got["square"], expected, rtol=1e-6)
 
@@ -157,8 +166,8 @@ def test_a_leaf_that_is_not_finite_on_one_rank_keeps_its_averages_and_is_counted
     good = rng.normal(size=(3, 2, 4000)).astype(np.float32)
     struck = good.copy()
     struck[1, 1, 3999] = bad  # on one rank, in a bucket that no run holds
-    got = measure(Sampler(WIDTHS, runs=2), [good, struck], steps=3, decay=1.0)
-    kept = measure(Sampler(WIDTHS, runs=2), [struck[[0, 2]]], steps=2, decay=1.0)
+    got = measure(Sampler(TWO, runs=2), [good, struck], steps=3, decay=1.0)
+    kept = measure(Sampler(TWO, runs=2), [struck[[0, 2]]], steps=2, decay=1.0)
     for name in ("error", "square"):
         np.testing.assert_allclose(got[name][1], kept[name][0], rtol=1e-6)
     assert got["weight"].tolist() == [3, 2]
@@ -166,6 +175,6 @@ def test_a_leaf_that_is_not_finite_on_one_rank_keeps_its_averages_and_is_counted
 
 
 def test_a_leaf_that_was_never_finite_has_no_averages():
-    got = measure(Sampler(WIDTHS, runs=2), [np.full((2, 600), np.nan, np.float32)])
+    got = measure(Sampler(TWO, runs=2), [np.full((2, 600), np.nan, np.float32)])
     assert np.isnan(got["error"]).all()
     assert got["nonfinite"] == 1

@@ -92,6 +92,7 @@ def test_feedback_changes_what_is_sent_and_its_absence_does_not():
     np.testing.assert_array_equal(plain["w"][0], fed["w"][0])
     assert (plain["w"][1] != fed["w"][1]).any()
 
+    @jax.jit
     @functools.partial(jax.shard_map, mesh=ranks(2), in_specs=P("data"), out_specs=P())
     def reduced(grads):
         own = jax.tree.map(lambda x: x[0], grads)

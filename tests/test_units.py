@@ -28,8 +28,8 @@ EVERY_CODE = pytest.mark.parametrize("code", CODES, ids=str)
 def tree_of(world, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     return {
-        name: jnp.asarray(
-            rng.standard_normal((world, *shape)) * 10.0 ** rng.uniform(-3, 3, shape), dtype
+        name: (rng.standard_normal((world, *shape)) * 10.0 ** rng.uniform(-3, 3, shape)).astype(
+            jnp.dtype(dtype)
         )
         for name, shape in SHAPES.items()
     }
@@ -38,7 +38,7 @@ def tree_of(world, dtype=np.float32, seed=0):
 def unit_of(rng, rows, columns, spread=3):
     """Returns units: random powers of ten on the way in, and their inverses on the way out."""
     each = [np.float32(10.0 ** rng.uniform(-spread, spread, n)) for n in (rows, columns)]
-    return tuple(jnp.stack([x, 1 / x]) for x in each)
+    return tuple(np.stack([x, 1 / x]) for x in each)
 
 
 def units_of_tree(spread=3):
@@ -89,10 +89,13 @@ def reduce(
     return jax.jit(f)(tree, units)
 
 
+multiply = jax.jit(scaling.multiply, static_argnums=2)
+
+
 def multiplied(tree, units, way):
     leaves, treedef = jax.tree.flatten(tree)
     pairs = zip(leaves, units, strict=True)
-    return jax.tree.unflatten(treedef, [scaling.multiply(x, u, way) for x, u in pairs])
+    return jax.tree.unflatten(treedef, [multiply(x, u, way) for x, u in pairs])
 
 
 def close(a, b):
@@ -119,13 +122,13 @@ def test_a_mean_in_units_is_the_mean_of_what_they_make(mesh_of_each_size, code):
     inner = [None if name == "exact" else u for name, u in zip(sorted(SHAPES), units, strict=True)]
     each = [jax.tree.map(lambda x, r=r: x[r], tree) for r in range(world)]
     each = [multiplied(x, inner, scaling.IN) for x in each]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *each)
     mean, rest = reduce(mesh_of_each_size, plan, stacked, [None] * 4, residual=True)
     want = multiplied(mean, inner, scaling.OUT)
     jax.tree.map(same, got, want)
     for e, r, u in zip(lost, rest, inner, strict=True):
         for rank in range(world):
-            same(e[rank], scaling.multiply(r[rank], u, scaling.OUT))
+            same(e[rank], multiply(r[rank], u, scaling.OUT))
 
 
 @EVERY_CODE
@@ -135,7 +138,7 @@ def test_a_mean_in_units_is_the_mean_of_what_they_make(mesh_of_each_size, code):
 )
 @pytest.mark.quick("None-float16-Quantize(bits=3*")
 def test_what_is_lost_in_units_is_what_the_mean_lacks(mesh, code, dtype, how):
-    tree = jax.tree.map(lambda x: jnp.clip(x, -100, 100), tree_of(mesh.size, dtype))
+    tree = jax.tree.map(lambda x: np.clip(x, -100, 100), tree_of(mesh.size, dtype))
     units = units_of_tree(spread=0.2)
     plan = plan_of(code, tree)
     mean, lost = reduce(mesh, plan, tree, units, residual=True, reduction=how)
@@ -153,16 +156,14 @@ def test_what_is_lost_in_units_is_what_the_mean_lacks(mesh, code, dtype, how):
 def bucket_size_of(x, units, name):
     """Returns the size of the values that share a value's bucket, in the value's own units."""
     unit = units[sorted(SHAPES).index(name)]
-    inner = np.abs(np.asarray([scaling.multiply(row, unit, scaling.IN) for row in x])).max()
-    return np.asarray(
-        scaling.multiply(jnp.full(x.shape[1:], inner, jnp.float32), unit, scaling.OUT)
-    )
+    inner = np.abs(np.asarray([multiply(row, unit, scaling.IN) for row in x])).max()
+    return np.asarray(multiply(np.full(x.shape[1:], inner, np.float32), unit, scaling.OUT))
 
 
 def test_large_float16_in_extreme_units_does_not_overflow(mesh):
-    x = jnp.asarray(np.full((8, 4096), 6.2e4), jnp.float16)
+    x = np.full((8, 4096), 6.2e4, np.float16)
     for scale in (1e-25, 1e25):
-        unit = (jnp.float32([[scale], [1 / scale]]), jnp.ones((2, 4096), jnp.float32))
+        unit = np.float32([[scale], [1 / scale]]), np.ones((2, 4096), np.float32)
         for code in (Quantize(4), Quantize(8, 64)):
             plan = Plan.build(jax.ShapeDtypeStruct((4096,), x.dtype), code)
             mean, (lost,) = reduce(mesh, plan, x, [unit], residual=True)
@@ -194,9 +195,9 @@ def test_units_are_constants_of_the_derivative(mesh):
 @pytest.mark.quick("batched1")
 def test_vmap_is_as_many_calls(mesh, batched):
     plan = Plan.build(jax.ShapeDtypeStruct((24, 100), jnp.float32), Quantize(4, 96, rotation=True))
-    x = jnp.stack([tree_of(8, seed=s)["matrix"] for s in range(3)], 1)
+    x = np.stack([tree_of(8, seed=s)["matrix"] for s in range(3)], 1)
     each = [unit_of(np.random.default_rng(s), 24, 100) for s in range(3)]
-    units = jax.tree.map(lambda *u: jnp.stack(u), *each) if batched[1] == 0 else each[0]
+    units = jax.tree.map(lambda *u: np.stack(u), *each) if batched[1] == 0 else each[0]
 
     def one(x, units):
         return pmean_with_residual("here", x, "data", plan, units=[units], exchange="xla")
@@ -314,7 +315,7 @@ def test_the_fused_cuda_call_multiplies_by_units(mesh, dtype, bucket_size, fused
     """Inside of the call for buckets of up to 512 values, and around it for longer ones."""
     fused_on_cpu(unfused)
     code = Quantize(4, bucket_size, "correlated")
-    tree = jax.tree.map(lambda x: jnp.clip(x, -100, 100), tree_of(mesh.size, dtype))
+    tree = jax.tree.map(lambda x: np.clip(x, -100, 100), tree_of(mesh.size, dtype))
     units = units_of_tree(spread=0.5)
     plan = plan_of(code, tree)
     want = reduce(mesh, plan, tree, units, residual=True)

@@ -143,16 +143,21 @@ def fsdp(mesh, loss, policy=None, **options):
 
 @functools.cache
 def exact(name, mesh):
+    """Returns plain jit's program, compiled."""
     mesh = mesh_of(mesh)
-    return jax.jit(jax.value_and_grad(LOSSES[name]))(*arguments(mesh))
+    at = {k: NamedSharding(mesh, s) for k, s in specs_on(mesh).items()}
+    plain = jax.jit(jax.value_and_grad(LOSSES[name]), out_shardings=(None, at))
+    return plain.lower(*arguments(mesh)).compile()
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.quick("[!j]*-data", "jitted-data and model")
 def test_without_codes_it_is_plain_jit_and_gradients_are_shards(name, mesh, no_cache):
-    value, grads = exact(name, mesh)
-    mesh = mesh_of(mesh)
-    got, found = jax.jit(fsdp(mesh, LOSSES[name]))(*arguments(mesh))
+    plain, mesh = exact(name, mesh), mesh_of(mesh)
+    given = arguments(mesh)
+    value, grads = plain(*given)
+    got, found = jax.jit(fsdp(mesh, LOSSES[name]))(*given)
     off = 2e-2 if name == "in bfloat16" else 1e-5
     np.testing.assert_allclose(got, value, rtol=off)
     for leaf, spec in specs_on(mesh).items():
@@ -197,26 +202,23 @@ def test_weights_and_gradients_travel_as_by_the_calls_inside_shard_map(no_cache)
 
 def test_each_leaf_has_its_own_codes(no_cache):
     mesh = mesh_of("data")
-    large = arguments(mesh)[0]
+    given = arguments(mesh)
     rules = Rules((Rule(Quantize(2), "up"),), Identity(), exact=())
-    plan = Plan.build(large, rules)
-    _, grads = exact("scanned", "data")
-    for policy in (rules, plan):
-        _, found = jax.jit(fsdp(mesh, LOSSES["scanned"], policy))(*arguments(mesh))
-        off = {k: np.linalg.norm(found[k] - grads[k]) / np.linalg.norm(grads[k]) for k in grads}
-        assert off.pop("up") > 0.1
-        assert max(off.values()) < 1e-5
+    policies = rules, Plan.build(given[0], rules)
+    one, same = (jax.jit(fsdp(mesh, LOSSES["scanned"], p)).lower(*given) for p in policies)
+    assert one.as_text() == same.as_text()
+    (_, grads), (_, found) = (f(*given) for f in (exact("scanned", "data"), one.compile()))
+    off = {k: np.linalg.norm(found[k] - grads[k]) / np.linalg.norm(grads[k]) for k in grads}
+    assert off.pop("up") > 0.1
+    assert max(off.values()) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["scanned", "with checkpoints", "with a policy"])
 def test_no_layer_is_whole_for_longer_than_it_computes(name, no_cache):
     """All that travels is in bytes, nothing has the size of the stack, and memory does not grow."""
     mesh = mesh_of("data")
-    given = arguments(mesh)
-    at = {k: NamedSharding(mesh, s) for k, s in specs_on(mesh).items()}
-    plain = jax.jit(jax.value_and_grad(LOSSES[name]), out_shardings=(None, at))
     ours = jax.jit(fsdp(mesh, LOSSES[name], Quantize(4), weights=Quantize(8)))
-    programs = [f.lower(*given).compile() for f in (plain, ours)]
+    programs = exact(name, "data"), ours.lower(*arguments(mesh)).compile()
     text = programs[1].as_text()
     assert not re.search(rf"f32\[{LAYERS},({WIDTH},{HIDDEN}|{HIDDEN},{WIDTH})\]", text)
     sent = [c for c in collectives(text) if c.dtype != "u8"]
@@ -241,7 +243,7 @@ def test_a_ratio_an_auxiliary_output_and_an_axis_of_two_names(no_cache):
         (total, count), rows = loss(p, x, jnp.float32(mask))
         return total / count, rows
 
-    (value, rows), grads = jax.value_and_grad(one, has_aux=True)(params)
+    (value, rows), grads = jax.jit(jax.value_and_grad(one, has_aux=True))(params)
     f = cgx_jax.value_and_grad(
         loss,
         axes,
@@ -288,7 +290,7 @@ def test_the_metadata_of_an_nnx_module_says_which_parameters_are_sharded(no_cach
 def test_an_axis_of_one_rank_has_no_shards():
     mesh = auto_mesh((1,), ("data",))
     given = arguments(mesh)
-    value, grads = jax.value_and_grad(unrolled)(*given)
+    value, grads = jax.jit(jax.value_and_grad(unrolled))(*given)
     got, found = jax.jit(fsdp(mesh, unrolled))(*given)
     np.testing.assert_allclose(got, value, rtol=1e-6)
     np.testing.assert_allclose(found["up"], grads["up"], rtol=1e-4, atol=1e-6)

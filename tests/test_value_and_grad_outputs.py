@@ -23,10 +23,14 @@ def case():
     return exact_case()
 
 
+def of_jax(f, *given, **options):
+    return jax.jit(jax.value_and_grad(f, **options))(*given)
+
+
 def test_one_rank_computes_what_jax_does(case):
     params, x, y, _ = case
     f = vag(outputs_of, mesh=auto_mesh((1,)), has_aux=True, aux_specs=OUTPUTS)
-    check_close(f(params, x, y), jax.value_and_grad(outputs_of, has_aux=True)(params, x, y), 1e-5)
+    check_close(f(params, x, y), of_jax(outputs_of, params, x, y, has_aux=True), 1e-5)
 
 
 def outputs_of(p, x, y):
@@ -61,7 +65,7 @@ OUTPUTS = {
 def test_auxiliary_outputs_are_those_of_plain_jit(case, specs):
     params, x, y, want = case
     (loss, aux), grads = jax.jit(vag(outputs_of, has_aux=True, aux_specs=specs))(params, x, y)
-    expected = outputs_of(params, x, y)[1]
+    expected = jax.jit(outputs_of)(params, x, y)[1]
     assert jax.tree.map(jnp.shape, aux) == jax.tree.map(jnp.shape, expected)
     for name, value in expected.items():
         np.testing.assert_allclose(aux[name], value, rtol=1e-4, atol=1e-3, err_msg=name)
@@ -79,7 +83,7 @@ def test_auxiliary_outputs_are_refused_without_specs_and_the_offered_ones_are_ri
         vag(loss, has_aux=True)(params, x, y)
     specs = eval(str(refused.value).split("aux_specs=")[-1].splitlines()[0][:-1], {"P": P})
     got = vag(loss, has_aux=True, aux_specs=specs)(params, x, y)
-    check_close(got, jax.value_and_grad(loss, has_aux=True)(params, x, y))
+    check_close(got, of_jax(loss, params, x, y, has_aux=True))
 
 
 WRONG_OUTPUTS = {
@@ -145,7 +149,7 @@ def test_keys_that_all_ranks_share_are_for_draws_that_all_examples_share(case):
 
     given = params, x, y, jax.random.key(3)
     got = vag(shared, in_specs={"key": P()})(*given)
-    check_close(got, jax.value_and_grad(shared)(*given))
+    check_close(got, of_jax(shared, *given))
     with pytest.raises(ValueError, match="one random draw for the whole batch"):
         vag(shared)(*given)
     same = {"key": P(), "raw": P()}
@@ -168,7 +172,7 @@ def test_keys_for_each_example_are_split_like_it(case):
         jax.random.split(jax.random.PRNGKey(0), 64),
     ):
         given = params, x, y, keys
-        check_close(vag(loss)(*given), jax.value_and_grad(loss)(*given))
+        check_close(vag(loss)(*given), of_jax(loss, *given))
 
 
 def weighted(p, x, y, w, total=lambda w: w.sum()):
@@ -179,7 +183,7 @@ def weighted(p, x, y, w, total=lambda w: w.sum()):
 def test_a_weighted_mean_is_the_global_one_with_pmean(case):
     params, x, y, _ = case
     w = jnp.float32(np.arange(64) % 9 == 0) + jnp.float32(np.arange(64) < 8)
-    exact = jax.value_and_grad(weighted)(params, x, y, w)
+    exact = of_jax(weighted, params, x, y, w)
     over_ranks = lambda w: lax.pmean(w.sum(), "data")  # noqa: E731
     check_close(vag(functools.partial(weighted, total=over_ranks))(params, x, y, w), exact)
 
@@ -198,9 +202,9 @@ def test_a_ratio_is_the_weighted_mean_of_the_whole_batch(case, dtype, jit):
     with jax.numpy_dtype_promotion("standard"):
         given = params, x, y, jnp.asarray(w, dtype)
         f = vag(ratio, loss="ratio")
-        check_close((jax.jit(f) if jit else f)(*given), jax.value_and_grad(weighted)(*given))
+        check_close((jax.jit(f) if jit else f)(*given), of_jax(weighted, *given))
         # The same function works in an evaluation, outside of the axis.
-        total, count = ratio(*given)
+        total, count = jax.jit(ratio)(*given)
         np.testing.assert_allclose(f(*given)[0], total / count, rtol=1e-5)
 
 
@@ -215,7 +219,7 @@ def test_a_ratio_may_divide_by_weights_that_are_learned(case):
         total, count = soft(*given)
         return total / count
 
-    check_close(vag(soft, loss="ratio")(params, x, y), jax.value_and_grad(quotient)(params, x, y))
+    check_close(vag(soft, loss="ratio")(params, x, y), of_jax(quotient, params, x, y))
 
 
 @pytest.mark.parametrize(
@@ -401,8 +405,7 @@ RUDE = {
 @pytest.mark.quick("own", "sequence")
 def test_one_example_per_rank(case, loss):
     params, x, y, _ = case
-    want = jax.value_and_grad(loss)(params, x[:8], y[:8])
-    check_close(vag(loss)(params, x[:8], y[:8]), want)
+    check_close(vag(loss)(params, x[:8], y[:8]), of_jax(loss, params, x[:8], y[:8]))
 
 
 @pytest.mark.parametrize("loss", RUDE.values(), ids=RUDE)
@@ -431,7 +434,7 @@ def test_a_shard_map_over_another_axis_is_followed(case):
 
     with jax.set_mesh(mesh):
         loss, w = loss_of(lambda e, w: jnp.mean(e * w), P())
-        check_close(call(loss, w), jax.jit(jax.value_and_grad(loss))(params, x, y, w))
+        check_close(call(loss, w), of_jax(loss, params, x, y, w))
         with pytest.raises(ValueError, match="statistic of the batch"):
             call(*loss_of(masked_mean, P()))
         with pytest.raises(ValueError, match="splits the examples again"):
@@ -537,7 +540,7 @@ def test_means_of_integers_keep_their_dtype(case):
     params, x, y, _ = case
     loss = lambda p, x, y: (loss_fn(p, x, y), (x > 0).sum() * (512 // len(x)))  # noqa: E731
     (_, got), _ = vag(loss, has_aux=True, aux_specs="mean")(params, x, y)
-    want = loss(params, x, y)[1]
+    want = jax.jit(loss)(params, x, y)[1]
     assert got.dtype == want.dtype
     assert got == want
 
@@ -557,7 +560,7 @@ def test_outputs_that_depend_on_the_batch_size_are_refused(case, rows):
 
 def test_trust_skips_the_check(case):
     params, x, y, _ = case
-    root = lambda p, x, y: jnp.sqrt(loss_fn(p, x, y))  # noqa: E731
+    root = jax.jit(lambda p, x, y: jnp.sqrt(loss_fn(p, x, y)))
     value, _ = vag(root, trust=True)(params, x, y)
     parts = [root(params, x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)]
     np.testing.assert_allclose(value, np.mean(parts), rtol=1e-5)
@@ -570,7 +573,7 @@ def test_a_loss_over_pairs_takes_the_other_ranks_examples(case):
         gather = functools.partial(lax.all_gather, axis_name="data", tiled=True)
         return contrastive(p, x, y, gather, lax.axis_index("data") * len(x))
 
-    check_close(vag(loss)(params, x, y), jax.value_and_grad(contrastive)(params, x, y))
+    check_close(vag(loss)(params, x, y), of_jax(contrastive, params, x, y))
 
 
 COUNTS = {
@@ -610,7 +613,7 @@ def test_loops_over_time_layers_and_examples_are_taken(case):
         return lax.map(one, (x, y)).mean()
 
     for loss in (recurrent, by_example):
-        check_close(vag(loss)(params, x, y), jax.value_and_grad(loss)(params, x, y))
+        check_close(vag(loss)(params, x, y), of_jax(loss, params, x, y))
 
 
 @pytest.mark.parametrize("rows", [8, 64])
@@ -622,7 +625,7 @@ def test_nnx_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(case
     loss = lambda model, x, y: jnp.mean((model(x) * y) ** 2)  # noqa: E731
     with pytest.raises(ValueError, match="A BatchNorm: axis_name='data'"):
         vag(loss)(exact, x, y)
-    check_close(vag(loss)(model, x, y), nnx.value_and_grad(loss)(exact, x, y), 1e-4)
+    check_close(vag(loss)(model, x, y), nnx.jit(nnx.value_and_grad(loss))(exact, x, y), 1e-4)
     np.testing.assert_allclose(model.mean[...], exact.mean[...], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(model.var[...], exact.var[...], rtol=1e-5)
 
@@ -636,7 +639,7 @@ def test_linens_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(c
         kind = nn.remat(nn.BatchNorm) if remat else nn.BatchNorm
         return nn.Sequential([nn.Dense(32), kind(use_running_average=False, axis_name=axis_name)])
 
-    variables = model(None).init(jax.random.key(0), x)
+    variables = jax.jit(model(None).init)(jax.random.key(0), x)
 
     def loss_of(axis_name):
         def loss(params, statistics, x, y):
@@ -649,7 +652,7 @@ def test_linens_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(c
     given = variables["params"], variables["batch_stats"], x, y
     options = {"has_aux": True, "aux_specs": P(), "in_specs": {"statistics": P()}}
     got = vag(loss_of("data"), **options)(*given)
-    want = jax.value_and_grad(loss_of(None), has_aux=True)(*given)
+    want = of_jax(loss_of(None), *given, has_aux=True)
     check_close(got[0], want[0], 1e-4)
     check_close(got[1], want[1])
 
@@ -680,7 +683,7 @@ def test_nnx_state_is_that_of_plain_jit(case, keep):
     loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)  # noqa: E731
     model, exact = Counting(keep), Counting(keep)
     vag(loss)(model, x, y)
-    nnx.value_and_grad(loss)(exact, x, y)
+    nnx.jit(nnx.value_and_grad(loss))(exact, x, y)
     np.testing.assert_allclose(model.seen[...], exact.seen[...], rtol=1e-4, atol=1e-5)
 
 
@@ -727,5 +730,5 @@ def test_microbatches_inside_the_loss_are_reduced_once(case):
 
     f = vag(loss, in_specs={"micro": P(None, "data")})
     compiled = jax.jit(f).lower(params, micro).compile()
-    check_close(compiled(params, micro), jax.value_and_grad(loss)(params, micro))
+    check_close(compiled(params, micro), of_jax(loss, params, micro))
     assert len(re.findall(r" u8\[[\d,]+\]\S* all-to-all\(", compiled.as_text())) == 1
