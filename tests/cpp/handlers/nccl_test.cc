@@ -136,6 +136,7 @@ struct Options {
   int64_t failing_cuda = -1;  // the number of a CUDA call that fails
   int64_t units = 0, bucket = kBucket;
   bool slots = true;
+  float divisor = 1;
 };
 
 // The units of the leaf: 20 rows by 50 columns.
@@ -235,7 +236,7 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
     frame.ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues});
     if (call.residual) frame.ret(XLA_FFI_DataType_F32, lost[r].data(), {kValues});
     frame.ret(XLA_FFI_DataType_U8, payloads[r].data(), {bytes})
-        .attr("divisor", 1.0f)
+        .attr("divisor", options.divisor)
         .attr("groups", options.groups)
         .attr("segment_bytes", kSegment)
         .attr("streams", options.streams)
@@ -334,6 +335,20 @@ void other_collectives() {
   check(fused(kFused[4], {}, &out).empty(), "fused: gather-sum");
   expected.assign(kWorld, received({in[0].data(), in[1].data()}));
   check(out == expected, "fused: sums of what all ranks have received, in their order");
+}
+
+// The handlers divide, so nobody else may. Dividing by a power of two is exact.
+void means() {
+  for (const Fused& call : kFused) {
+    Arrays sums, out;
+    Options options;
+    options.divisor = 4;
+    check(fused(call, {}, &sums).empty() && fused(call, options, &out).empty(), call.name);
+    for (auto& rank : sums) {
+      for (float& v : rank) v /= call.collective == cgx::Collective::kAllGather ? 1 : 4;
+    }
+    check(out == sums, std::string(call.name) + ": is divided once");
+  }
 }
 
 void units() {
@@ -627,6 +642,7 @@ int main() {
   messages_are_not_recorded();
   fused_calls();
   other_collectives();
+  means();
   units();
   streams();
   lost_communicators();
