@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -359,13 +359,11 @@ def require_stateless(
         )
 
 
-def require_key(caller: str, compressors: Collection[Compressor], key: Key) -> bool:
-    """Whether any compressor needs a key; raises ValueError if one does and `key` is None."""
-    needy = [c for c in compressors if c.needs_key]
-    if needy and key is None:
+def require_key(caller: str, compressor: Compressor, key: Key) -> None:
+    """Raises ValueError if a compressor needs a key and has none, TypeError for what is no key."""
+    if compressor.needs_key and key is None:
         raise ValueError(
-            f"{caller}: {needy[0]} rounds at random and key is None; pass "
+            f"{caller}: {compressor} rounds at random and key is None; pass "
             "key=jax.random.key(n), the same on every rank and a new one in every step."
         )
     check_key(caller, key)
-    return bool(needy)

@@ -38,7 +38,7 @@ class Solver(abc.ABC):
 
 
 def check_range(solver: Any) -> None:
-    """Raises unless the options `least` and `most` are widths in that order."""
+    """Stores the options `least` and `most` as ints; raises unless they are widths in order."""
     for name in ("least", "most"):
         store_whole(solver, name, 1)
     if solver.least > solver.most:
@@ -49,7 +49,7 @@ def check_range(solver: Any) -> None:
 
 
 def check_constraint(solver: Any) -> None:
-    """Raises unless the options `alpha` and `uniform_bits` state an error constraint."""
+    """Stores the option `uniform_bits` as an int; raises unless it and `alpha` state a limit."""
     check_positive(type(solver).__name__, "alpha", solver.alpha)
     store_whole(solver, "uniform_bits", 1)
 

@@ -213,9 +213,9 @@ def _check_operands(route: Route, listed: Sequence[int], leaves: Sequence[Any], 
     if options.collective.sums:
         axes.check_varying(name, [(plan.leaves[i].path, leaves[i]) for i in listed])
     for i in listed:
-        require_key(where_of(name, plan.leaves[i].path), [plan.compressors[i]], key)
+        require_key(where_of(name, plan.leaves[i].path), plan.compressors[i], key)
     if options.levels is not None and options.levels.compressor is not None:
-        require_key(name, [options.levels.compressor], key)
+        require_key(name, options.levels.compressor, key)
 
 
 def _job(
