@@ -77,16 +77,14 @@ class Buffers:
         self.out = aligned(size, np.float32)
         self.none = np.empty(0, np.uint8)
         self.units = {
-            "units": {
-                "rows": np.ones((2, 1), np.float32),
-                "columns": aligned(2 * size, np.float32),
-            },
+            "units": {"units": aligned(2 * (size + 1), np.float32), "columns": size},
             "factored": {
-                "rows": np.ones((2, size // COLUMNS), np.float32),
-                "columns": np.ones((2, COLUMNS), np.float32),
+                "units": aligned(2 * (size // COLUMNS + COLUMNS), np.float32),
+                "columns": COLUMNS,
             },
         }
-        self.units["units"]["columns"][:] = 1
+        for own in self.units.values():
+            own["units"][:] = 1
         leaf = wire.Slot(size, bits, BUCKET, "nearest", 0)
         self.row = wire.Layout((leaf,), 1).chunk_bytes
         self.chunk_bytes = wire.Layout((leaf,), PEERS).chunk_bytes

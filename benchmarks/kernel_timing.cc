@@ -30,7 +30,8 @@ struct Timed {
   int64_t world, rank, threads;
   double divisor;
   Array leaf, out, payload, chunk;
-  Array rows, columns;  // of the leaf's units, float32
+  Array units;  // of the leaf, float32[2, rows + columns]
+  int64_t columns;
 };
 
 // A call on one array of a code beside the wire format's: its integers are those of the code.
@@ -66,18 +67,17 @@ std::string time_kernel(const Timed& timed, double* seconds) {
   const int64_t rank = timed.rank, threads = timed.threads;
   if (world < 1 || world > kMaxWorld) return "world must be in [1, 2^20]";
   if (threads < 1 || threads > kMostThreads) return kFewerThreads;
-  const int64_t item = 2 * sizeof(float);  // a row's or a column's two factors
-  const LeafUnits own{static_cast<const float*>(timed.rows.data),
-                      static_cast<const float*>(timed.columns.data), timed.rows.bytes / item,
-                      timed.columns.bytes / item};
-  if (own.num_rows * own.num_columns != (own.num_rows ? size : 0)) {
-    return "rows and columns do not fit the leaf";
+  const int64_t columns = timed.columns, count = timed.units.bytes / (2 * sizeof(float));
+  if (count > 0 && (columns < 1 || (count - columns) * columns != size)) {
+    return "units do not fit the leaf";
   }
-  const LeafUnits* const units = own.num_rows ? &own : nullptr;
+  const float* const rows = static_cast<const float*>(timed.units.data);
+  const LeafUnits own{rows, rows + count - columns, columns, count};
+  const LeafUnits* const units = count > 0 ? &own : nullptr;
   OwnedLayout owned;
-  const std::string error = owned.build(
-      {{size, timed.bits, timed.bucket_size, timed.rounding, 0, timed.rotation, units != nullptr}},
-      accumulate ? 1 : world);
+  const std::string error =
+      owned.build({{size, timed.bits, timed.bucket_size, timed.rounding, 0, timed.rotation}},
+                  accumulate ? 1 : world);
   if (!error.empty()) return error;
   const Layout layout = owned.view();
   const int64_t row = layout.chunk_bytes;

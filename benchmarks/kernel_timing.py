@@ -29,7 +29,8 @@ class _Timed(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("dtype", "bits", "bucket_size", "rounding")),
         *((name, ctypes.c_int64) for name in ("rotation", "world", "rank", "threads")),
         ("divisor", ctypes.c_double),
-        *((name, _Array) for name in ("leaf", "out", "payload", "chunk", "rows", "columns")),
+        *((name, _Array) for name in ("leaf", "out", "payload", "chunk", "units")),
+        ("columns", ctypes.c_int64),
     ]
 
 
@@ -103,10 +104,13 @@ class Kernels:
         rank: int = -1,
         divisor: float = 1.0,
         threads: int = 1,
-        rows: np.ndarray = NONE,
-        columns: np.ndarray = NONE,
+        units: np.ndarray = NONE,
+        columns: int = 0,
     ) -> float:
-        """Seconds of one call with key (1, 2) and leaf number 0."""
+        """Seconds of one call with key (1, 2) and leaf number 0.
+
+        `units` is f32[2, rows + columns], NONE for a leaf without units.
+        """
         integers = (
             DTYPES.index(dtype),
             bits,
@@ -117,8 +121,8 @@ class Kernels:
             rank,
             threads,
         )
-        arrays = (_array(x) for x in (leaf, out, payload, chunk, rows, columns))
-        timed = _Timed(kernel.encode(), *integers, divisor, *arrays)
+        arrays = (_array(x) for x in (leaf, out, payload, chunk, units))
+        timed = _Timed(kernel.encode(), *integers, divisor, *arrays, columns)
         return _seconds(self.library.cgx_time_kernel, ctypes.byref(timed))
 
     def time_code(

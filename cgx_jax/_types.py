@@ -13,7 +13,7 @@ Pytree: TypeAlias = Any  # a tree of arrays, or of what stands for them
 Key: TypeAlias = ArrayLike | None  # of jax.random, typed or raw; None where nothing is drawn
 Array: TypeAlias = jax.Array | np.ndarray
 Words: TypeAlias = Array  # what noise is drawn from, uint32[2]
-Unit: TypeAlias = tuple[Array, Array] | None  # rows and columns of a leaf in units
+Unit: TypeAlias = tuple[jax.Array, jax.Array] | None  # of a leaf's rows and of its columns
 Json: TypeAlias = dict[str, Any]  # a JSON object
 AxisName: TypeAlias = str | Sequence[str]  # one or more mesh axes
 # A dimension of every leaf: an int, a tree (or a prefix of one) of ints, or a function of its path.

@@ -280,7 +280,7 @@ def _reduced(
         leaves = (CodedLeaf(Quantize(4), shape, np.dtype(np.float32), 0),)
         job = Job("check_exchange", collective, leaves, axes, exchange, 1, False, False)
         seeds = (np.zeros(2, np.uint32),) * reduction.seed_count
-        return reduction.run(job, Operands(seeds, [own], [None], [()])).sums[0]
+        return reduction.run(job, Operands(seeds, [own], None, [()])).sums[0]
 
     return f
 

@@ -2,6 +2,7 @@
 
 import jax
 
+from cgx_jax.kernels.units import Units
 from cgx_jax.plan import resolve
 from cgx_jax.route.route import Options, route
 from cgx_jax.route.run import Inputs, run
@@ -12,5 +13,5 @@ def pmean_with_residual(name, tree, axis, plan, *, units=None, key=None, residua
     given = Options.resolve(name, axis, mean=True, **options)
     leaves, treedef = jax.tree.flatten(tree)
     taken = route(given, resolve(name, tree, plan))
-    made = run(taken, Inputs(leaves, key, residual, units))
+    made = run(taken, Inputs(leaves, key, residual, Units.of(units or ())))
     return jax.tree.unflatten(treedef, made.values), made.residuals

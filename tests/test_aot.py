@@ -88,8 +88,9 @@ def test_kernels_multiply_by_units(tmp_path, exchange, targets):
     for target in targets:
         call = re.search(rf'custom_call_target="{target}".*', module)[0]
         slots = re.search(r"slots = (?:array<i64: |dense<\[)([\d, ]+)", call)[1].split(", ")
-        assert len(slots) == 4 * 7
-        assert slots[4::7] == slots[5::7] == ["1"] * 4  # rotated, in units
+        assert len(slots) == 4 * 9
+        assert slots[4::9] == ["1"] * 4  # rotated
+        assert "0" not in slots[6::9]  # in units: rows of so many values
 
 
 def test_sparse_sums_add_one_rank_after_the_other(tmp_path):

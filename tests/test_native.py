@@ -41,7 +41,10 @@ every_isa = pytest.mark.usefixtures("isa")
 # --- calling the handlers -----------------------------------------------------------------------
 
 
-SLOT = ("bits", "bucket_size", "rounding", "number", "rotation", "units", "segment")
+SLOT = (
+    *("bits", "bucket_size", "rounding", "number", "rotation", "segment"),
+    *("num_columns", "rows", "columns"),
+)
 
 
 def ints(*values):
@@ -50,10 +53,10 @@ def ints(*values):
 
 def attributes(leaves, world, units=(), **more):
     """Returns a call's attributes; `slots` has the numbers that SLOT names, for each leaf."""
-    own = [unit is not None for unit in units] or [False] * len(leaves)
+    _, places = factors_and_places(units or [None] * len(leaves))
     rows = [
-        (f.bits, f.bucket_size, f.rounding, f.number, f.rotation, unit, f.segment)
-        for f, unit in zip(leaves, own, strict=True)
+        (f.bits, f.bucket_size, f.rounding, f.number, f.rotation, f.segment, *place)
+        for f, place in zip(leaves, places, strict=True)
     ]
     return {"slots": ints(*np.ravel(rows)), "world": np.int64(world)} | more
 
@@ -78,8 +81,22 @@ def batched(arrays):
     return [a[None] for a in arrays]
 
 
+def factors_and_places(units):
+    """Returns the operand with all units, if there are any, and each leaf's place in it."""
+    parts, places, end = [], [], 0
+    for k, unit in enumerate(units):
+        starts = [0, 0]
+        for i in (0, 1) if k % 2 else (1, 0):  # in any order
+            if unit is not None:
+                starts[i] = end
+                parts.append(unit[i])
+                end += unit[i].shape[1]
+        places.append((0, 0, 0) if unit is None else (unit[1].shape[1], *starts))
+    return [np.concatenate(parts, axis=1)[None]] if parts else [], places
+
+
 def factors(units):
-    return [x[None] for unit in units if unit is not None for x in unit]
+    return factors_and_places(units)[0]
 
 
 def encode(values, leaves, world, rank=-1, key=KEY, residual=False, units=()):
@@ -559,6 +576,7 @@ class Wrong:
     results: dict = dataclasses.field(default_factory=dict)  # position -> (shape, dtype)
 
 
+SOME_UNITS = {3: np.zeros((1, 2, 1000), np.float32)}
 WRONG = [
     Wrong("cgx_encode: bits of leaf 0 is 9, must be in", slot={"bits": 9}),
     Wrong("bits of leaf 0 is 0, must be in", slot={"bits": 0}),
@@ -570,7 +588,7 @@ WRONG = [
           "segments", slot={"segment": 34}),
     Wrong("rotation of leaf 0 is 2", slot={"rotation": 2}),
     Wrong("number of leaf 0 is -1", slot={"number": -1}),
-    Wrong("length of slots is 5, expected 7 for each of 1 leaves",
+    Wrong("length of slots is 5, expected 9 for each of 1 leaves",
           attrs={"slots": ints(4, 512, 0, 0, 0)}),
     Wrong("world is 0, must be in", attrs={"world": np.int64(0)}),
     Wrong("size of payload is 2, expected", results={0: ((1, 2, 1), np.uint8)}),
@@ -584,17 +602,20 @@ WRONG = [
           results={1: ((1, 1000), np.float32), 2: ((1, 1000), np.float32)}),
     Wrong("result leaf 0 has 999 values", results={1: ((1, 999), np.float32)}),
     Wrong("result leaf 0 has 1000 values", results={1: ((1, 1000), np.float16)}),
-    Wrong("units of leaf 0 is 2, must be 0 or 1", slot={"units": 2}),
-    Wrong("number of operands is 1, must be at least 2, the units", slot={"units": 1}),
-    Wrong("units of leaf 0 are 3 rows by 5 columns, expected 1000 in all",
-          slot={"units": 1},
-          args={3: np.zeros((1, 2, 3), np.float32), 4: np.zeros((1, 2, 5), np.float32)}),
-    Wrong("size of the columns of the units of leaf 0 is 5, must be a multiple of 2",
-          slot={"units": 1},
-          args={3: np.zeros((1, 2), np.float32), 4: np.zeros((1, 5), np.float32)}),
-    Wrong("dtype of the rows of the units of leaf 0 is not f32", slot={"units": 1},
-          args={3: np.zeros((1, 2), np.float16), 4: np.zeros((1, 5), np.float32)}),
-    Wrong("cgx_decode: number of units is 0, expected 2", "cgx_decode", slot={"units": 1}),
+    Wrong("number of operands is 1, must be at least 2, the leaves and their units",
+          slot={"num_columns": 10}),
+    Wrong("units of leaf 0 are rows of 3 values, from 0 and 0 of 1000 on, which do not fit its "
+          "1000 values", slot={"num_columns": 3}, args=SOME_UNITS),
+    Wrong("units of leaf 0 are rows of -1 values", slot={"num_columns": -1}, args=SOME_UNITS),
+    Wrong("from 901 and 0 of 1000", slot={"num_columns": 10, "rows": 901}, args=SOME_UNITS),
+    Wrong("from 0 and 991 of 1000", slot={"num_columns": 10, "columns": 991}, args=SOME_UNITS),
+    Wrong("from -1 and 0 of 1000", slot={"num_columns": 10, "rows": -1}, args=SOME_UNITS),
+    Wrong("from 0 and -1 of 1000", slot={"num_columns": 10, "columns": -1}, args=SOME_UNITS),
+    Wrong("size of the units is 5, must be a multiple of 2", slot={"num_columns": 10},
+          args={3: np.zeros((1, 5), np.float32)}),
+    Wrong("dtype of the units is not f32", slot={"num_columns": 10},
+          args={3: np.zeros((1, 2, 1000), np.float16)}),
+    Wrong("cgx_decode: number of units is 0, expected 1", "cgx_decode", slot={"num_columns": 10}),
     Wrong("cgx_reduce: rank is -1, must be in [0, 2)", "cgx_reduce",
           args={1: np.array([-1], np.int32)}),
     Wrong("size of payload is 2, expected", "cgx_reduce", args={2: np.zeros((1, 2, 1), np.uint8)}),
@@ -613,8 +634,8 @@ WRONG = [
     Wrong("rank is 2, must be in [-1, 2)", "cgx_accumulate", args={0: np.array([2], np.int32)}),
     Wrong("size of payload is 6, expected", "cgx_accumulate",
           args={1: np.zeros((1, 2, 3), np.uint8)}),
-    Wrong("units of leaf 0 is 1, must be 0: this call takes no units", "cgx_accumulate",
-          slot={"units": 1}),
+    Wrong("leaf 0 has units, but this call takes none", "cgx_accumulate",
+          slot={"num_columns": 10}),
     Wrong("rank of payload is 1, expected 2", "cgx_accumulate", args={1: np.zeros(9, np.uint8)}),
 ]  # fmt: skip
 

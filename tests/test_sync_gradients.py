@@ -258,7 +258,7 @@ def test_shardings_are_those_that_init_gives_and_place_a_state_that_is_known_by_
     shardings = cgx_jax.state_shardings(shape, "data", mesh)
     params_at, (sync_at, momentum_at) = shardings
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    moments_at = Moments({"w": whole, "bias": whole}, whole, (whole,) * 2)
+    moments_at = Moments({"w": whole, "bias": whole}, *[whole] * 5)
     memory_at = ({"w": split, "bias": split},) * 2
     assert sync_at == SyncState(whole, memory_at, (), moments_at, skipped=whole)
     assert set(jax.tree.leaves((params_at, momentum_at))) == {whole}

@@ -19,8 +19,9 @@ from cgx_jax.axes import SMALL_BYTES, in_rank_order, split, sum_of_rows, unstack
 from cgx_jax.compressors.base import CodedLeaf, PayloadCompressor
 from cgx_jax.compressors.codes import Arrays, ChunkCode, WholeCode, key_of
 from cgx_jax.kernels import scaling
-from cgx_jax.kernels.primitives import NO_RANK, Sent, Units
+from cgx_jax.kernels.primitives import NO_RANK, Sent
 from cgx_jax.kernels.scaling import Residuals
+from cgx_jax.kernels.units import Units, chosen, each
 
 
 @functools.lru_cache(maxsize=1024)
@@ -189,9 +190,11 @@ class _ChunksLeafByLeaf(ChunkCode):
             if residual:
                 back = group.each(functools.partial(_decoded_rows, code, group.shape), made)
                 lost |= group.unstack(jnp.where(self._own(sent.rank, code), 0, own - back))
-        parts = zip(_in_order(lost), sent.leaves, sent.units, strict=True) if residual else ()
-        filled = [self._leaf(run, x, unit) for run, x, unit in parts]
-        return jnp.concatenate(rows, axis=1), filled if residual else None
+        if not residual:
+            return jnp.concatenate(rows, axis=1), None
+        units = each(sent.units, len(sent.leaves))
+        parts = zip(_in_order(lost), sent.leaves, units, strict=True)
+        return jnp.concatenate(rows, axis=1), [self._leaf(*part) for part in parts]
 
     def reduce(
         self, sent: Sent, rows: jax.Array, divisor: float, residuals: Residuals
@@ -218,14 +221,17 @@ class _ChunksLeafByLeaf(ChunkCode):
         if residuals is None:
             return jnp.concatenate(out), None
         filled = []
+        units = each(sent.units, len(sent.leaves))
         for code, whole, x, unit, residual in zip(
-            _codes(self.leaves), _in_order(lost), sent.leaves, sent.units, residuals, strict=True
+            _codes(self.leaves), _in_order(lost), sent.leaves, units, residuals, strict=True
         ):
             kept = jnp.where(self._own(rank, code), 0, self._runs(residual))
             filled.append(self._leaf(kept + self._runs(self._leaf(whole, x, unit)), x))
         return jnp.concatenate(out), filled
 
-    def decode(self, rows: jax.Array, like: Sequence[Shaped], units: Units) -> list[jax.Array]:
+    def decode(
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units | None
+    ) -> list[jax.Array]:
         parts = split(rows, [group.nbytes(self._of_sums(group)) for group in self._groups], axis=1)
         runs: dict[int, jax.Array] = {}
         for group, part in zip(self._groups, parts, strict=True):
@@ -284,7 +290,7 @@ class _WholeLeafByLeaf(WholeCode):
         return _in_order(out)
 
     def sum(
-        self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units | None, divisor: float
     ) -> list[jax.Array]:
         totals = self._from_all(
             rows, lambda code, shape, part: _divided(code.decode_sum(part, shape), divisor)
@@ -327,7 +333,7 @@ class _Joined(WholeCode):
         lost: dict[int, jax.Array] = {}
         for numbers, code in self.parts:
             own = sent._replace(
-                leaves=[sent.leaves[i] for i in numbers], units=[sent.units[i] for i in numbers]
+                leaves=[sent.leaves[i] for i in numbers], units=chosen(sent.units, numbers)
             )
             payload, rest = code.encode(own, residual=residual)
             payloads.append(payload)
@@ -335,33 +341,30 @@ class _Joined(WholeCode):
         return jnp.concatenate(payloads), [x for _, x in sorted(lost.items())] or None
 
     def sum(
-        self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units | None, divisor: float
     ) -> list[jax.Array]:
-        return self._each(
-            rows,
-            lambda code, part, own, scales: code.sum(part, own, scales, divisor),
-            like,
-            units,
-        )
+        def total(code: WholeCode, part: jax.Array, numbers: Sequence[int]) -> list[jax.Array]:
+            return code.sum(part, [like[i] for i in numbers], chosen(units, numbers), divisor)
+
+        return self._each(rows, total)
 
     def accumulate(
         self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float
     ) -> list[jax.Array]:
-        add = lambda code, part, leaves: code.accumulate(rank, part, leaves, divisor)  # noqa: E731
-        return self._each(rows, add, own)
+        def add(code: WholeCode, part: jax.Array, numbers: Sequence[int]) -> list[jax.Array]:
+            return code.accumulate(rank, part, [own[i] for i in numbers], divisor)
+
+        return self._each(rows, add)
 
     def decode(self, rows: jax.Array, like: Sequence[Shaped]) -> list[jax.Array]:
-        return self._each(rows, lambda code, part, own: code.decode(part, own), like)
+        return self._each(rows, lambda code, part, own: code.decode(part, [like[i] for i in own]))
 
-    def _each(
-        self, rows: jax.Array, function: Callable[..., list[jax.Array]], *columns: Sequence[Any]
-    ) -> list[jax.Array]:
-        """Returns function(code, its part of the rows, its entries of each column) by leaf."""
+    def _each(self, rows: jax.Array, function: Callable[..., list[jax.Array]]) -> list[jax.Array]:
+        """Returns function(code, its part of the rows, its leaves' numbers) by leaf."""
         out: dict[int, jax.Array] = {}
         parts = split(rows, [code.row_bytes for _, code in self.parts], axis=1)
         for (numbers, code), part in zip(self.parts, parts, strict=True):
-            entries = ([column[i] for i in numbers] for column in columns)
-            out |= dict(zip(numbers, function(code, part, *entries), strict=True))
+            out |= dict(zip(numbers, function(code, part, numbers), strict=True))
         return [out[i] for i in range(len(out))]
 
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from cgx_jax._types import Shaped, Words
-from cgx_jax.kernels.primitives import Sent, Units
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.scopes import Scoped
+from cgx_jax.kernels.units import Units
 from cgx_jax.kernels.wire import Layout
 
 Arrays = Sequence[jax.Array]
@@ -27,8 +28,8 @@ Arrays = Sequence[jax.Array]
 class ChunkCode(Scoped, abc.ABC):
     """A fusion buffer cut into one chunk per rank; rows are u8[world, row_bytes].
 
-    Units have one entry per leaf. The fused calls of exchanges take `layout`. It is None if there
-    are no kernels for the buffer.
+    Units are None if no leaf has any. The fused calls of exchanges take `layout`. It is None if
+    there are no kernels for the buffer.
     """
 
     layout: Layout | None = None
@@ -63,7 +64,9 @@ class ChunkCode(Scoped, abc.ABC):
         """
 
     @abc.abstractmethod
-    def decode(self, rows: jax.Array, like: Sequence[Shaped], units: Units) -> list[jax.Array]:
+    def decode(
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units | None
+    ) -> list[jax.Array]:
         """Decodes every chunk's payload to leaves with the shapes and dtypes of `like`."""
 
 
@@ -96,7 +99,7 @@ class WholeCode(Scoped, abc.ABC):
 
     @abc.abstractmethod
     def sum(
-        self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units | None, divisor: float
     ) -> list[jax.Array]:
         """Decodes payloads, u8[ranks, row_bytes], sums them in fp32 and rank order, and divides."""
 

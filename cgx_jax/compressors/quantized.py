@@ -12,8 +12,9 @@ from jax.typing import ArrayLike
 from cgx_jax._types import Shaped, Words
 from cgx_jax.compressors.codes import Arrays, ChunkCode, WholeCode, folded
 from cgx_jax.kernels import primitives, scaling
-from cgx_jax.kernels.primitives import NO_RANK, Sent, Units
+from cgx_jax.kernels.primitives import NO_RANK, Sent
 from cgx_jax.kernels.scaling import Residuals
+from cgx_jax.kernels.units import Units, each
 from cgx_jax.kernels.wire import Layout
 
 
@@ -35,7 +36,9 @@ class QuantizedChunks(ChunkCode):
     ) -> tuple[jax.Array, Residuals]:
         return primitives.reduce(sent, rows, self.layout, divisor=divisor, residuals=residuals)
 
-    def decode(self, rows: jax.Array, like: Sequence[Shaped], units: Units) -> list[jax.Array]:
+    def decode(
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units | None
+    ) -> list[jax.Array]:
         return primitives.decode(rows, self.layout, like, units=units)
 
 
@@ -56,13 +59,13 @@ class QuantizedWhole(WholeCode):
         return rows.reshape(-1), lost
 
     def sum(
-        self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units | None, divisor: float
     ) -> list[jax.Array]:
         # All decoded payloads, including this rank's own, are added to zeros: all ranks add the
         # same numbers.
         zeros = [
             jnp.zeros(x.shape, x.dtype if unit is None else jnp.float32)
-            for x, unit in zip(like, units, strict=True)
+            for x, unit in zip(like, each(units, len(like)), strict=True)
         ]
         rank = jnp.int32(NO_RANK)
         sums = primitives.accumulate(rank, rows, zeros, self.layout, divisor=divisor)

@@ -96,7 +96,7 @@ def bind(
     """Calls a primitive of this module, and returns its results.
 
     `operands` are those specific to the exchange, then the leaves, one per slot of the layout, then
-    the units of leaves that have any.
+    the array of all units if any leaf has some.
     """
     axes = call.axes
     # An all-gather accepts an operand that does not vary, but its result varies.

@@ -4,10 +4,9 @@ Each primitive is one native call on the CPU and on CUDA, and plain jnp elsewher
 in place. A leading batch of independent buffers is part of the primitive, so `vmap` stays one call.
 Results vary over the mesh axes over which the operands vary.
 
-A leaf may have units: a pair of float32 arrays, rows [2, R] and columns [2, C], for R * C values in
-the leaf. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before it is encoded. A
-decoded value i is multiplied by rows[1, i // C] * columns[1, i % C] before it is rounded to the
-leaf's dtype.
+Leaves may have units (`Units`), by which values are multiplied before they are encoded and after
+they are decoded, before they are rounded to the leaf's dtype. The array of all units is then a
+call's last operand.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from jax.interpreters import batching, mlir, xla
 from jax.typing import ArrayLike
 
 from cgx_jax import _compat
-from cgx_jax._types import Shaped, Unit, Words
+from cgx_jax._types import Shaped, Words
 from cgx_jax.kernels import chunk, platforms, reference, scaling
 from cgx_jax.kernels.scaling import Residuals
+from cgx_jax.kernels.units import Units
 from cgx_jax.kernels.wire import Layout
 
 NO_RANK = -1
@@ -49,29 +49,24 @@ def _check_payload(name: str, payload: jax.Array, expected: int) -> None:
         )
 
 
-Units = Sequence[Unit]
-
-
-def with_units(layout: Layout, units: Units) -> tuple[Layout, list[Any]]:
-    """Returns the layout with these units (() for none), and the units as kernel operands."""
-    if not any(unit is not None for unit in units):
+def with_units(layout: Layout, units: Units | None) -> tuple[Layout, list[jax.Array]]:
+    """Returns the layout with these units, and the kernel operands that they need."""
+    if units is None:
         return layout, []
-    marked = layout.with_units(tuple(unit is not None for unit in units))
-    pairs = [unit for unit in units if unit is not None]
-    return marked, [jnp.asarray(x) for pair in pairs for x in pair]
+    return layout.with_units(units.places), [units.factors]
 
 
 class Sent(NamedTuple):
     """What a rank sends of its own.
 
     `words` are what noise is drawn from, uint32[2]. `leaves` are f32, bf16 or f16 of any shape, one
-    per slot of a layout. `units` has one entry per leaf, None for a leaf without units, or none at
-    all. The chunk of `rank`, i32[], is the caller's own.
+    per slot of a layout. `units` are those of the leaves, None if no leaf has any. The chunk of
+    `rank`, i32[], is the caller's own.
     """
 
     words: Words
     leaves: Sequence[jax.Array]
-    units: Units = ()
+    units: Units | None = None
     rank: ArrayLike = NO_RANK
 
 
@@ -115,7 +110,7 @@ def reduce(
 
 
 def decode(
-    payload: jax.Array, layout: Layout, like: Sequence[Shaped], *, units: Units = ()
+    payload: jax.Array, layout: Layout, like: Sequence[Shaped], *, units: Units | None = None
 ) -> list[jax.Array]:
     """Decodes a payload, u8[world, chunk_bytes], to leaves with the shapes and dtypes of `like`."""
     _check_payload("decode", payload, layout.world * layout.chunk_bytes)
@@ -153,8 +148,7 @@ def lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 def _residuals(operands: Sequence[jax.Array], layout: Layout) -> Sequence[Any]:
     """Returns the operands between the leaves and the units, which are the residuals."""
-    units = 2 * sum(f.units for f in layout.slots)
-    return operands[len(layout.slots) : len(operands) - units]
+    return operands[len(layout.slots) : len(operands) - layout.has_units]
 
 
 def _encode_shapes(
@@ -183,7 +177,7 @@ def _reduce_shapes(
 
 def _decode_shapes(
     payload: jax.Array,
-    *units: Any,
+    *factors: Any,
     layout: Layout,
     shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
     batch: int,

@@ -8,7 +8,7 @@ batch dimension, as those of the primitives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,12 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Shaped, Unit, Words
+from cgx_jax.kernels.units import Units, each
 from cgx_jax.kernels.wire import Layout, spans
 
 IN, OUT = 0, 1
+LeavesUnits: TypeAlias = Units | Sequence[Unit] | None  # None: no leaf has any
 Residuals: TypeAlias = list[jax.Array] | None  # one per leaf; None if not asked for
-
-
-def pairs(units: Sequence[Any], layout: Layout) -> list[Unit]:
-    """Returns every slot's (rows, columns), or None, from the operands of the slots with units."""
-    given = iter(units)
-    return [(next(given), next(given)) if f.units else None for f in layout.slots]
 
 
 def multiply(x: jax.Array, unit: Unit, way: int, *, batch: int = 1) -> jax.Array:
@@ -38,17 +34,18 @@ def multiply(x: jax.Array, unit: Unit, way: int, *, batch: int = 1) -> jax.Array
     return (x.astype(jnp.float32).reshape(factors.shape) * factors).reshape(x.shape)
 
 
-def taken_in(leaves: Sequence[jax.Array], units: Sequence[Any]) -> list[jax.Array]:
+def taken_in(leaves: Sequence[jax.Array], units: LeavesUnits, *, batch: int = 1) -> list[jax.Array]:
     """Returns leaves in their units; one without units stays as it is."""
-    return [multiply(x, unit, IN) for x, unit in zip(leaves, units, strict=True)]
+    parts = zip(leaves, each(units, len(leaves)), strict=True)
+    return [multiply(x, unit, IN, batch=batch) for x, unit in parts]
 
 
 def all_decoded(
-    values: Sequence[jax.Array], units: Sequence[Any], like: Sequence[Shaped]
+    values: Sequence[jax.Array], units: LeavesUnits, like: Sequence[Shaped]
 ) -> list[jax.Array]:
     """Returns `decoded` of each leaf, in the dtypes of `like`."""
-    each = zip(values, units, like, strict=True)
-    return [decoded(y, unit, x.dtype) for y, unit, x in each]
+    parts = zip(values, each(units, len(like)), like, strict=True)
+    return [decoded(y, unit, x.dtype) for y, unit, x in parts]
 
 
 def decoded(x: jax.Array, unit: Unit, dtype: DTypeLike, *, batch: int = 1) -> jax.Array:
@@ -65,13 +62,13 @@ def decoded(x: jax.Array, unit: Unit, dtype: DTypeLike, *, batch: int = 1) -> ja
 
 
 def taken_out(
-    lost: Residuals, units: Sequence[Any], leaves: Sequence[jax.Array], *, batch: int = 1
+    lost: Residuals, units: LeavesUnits, leaves: Sequence[jax.Array], *, batch: int = 1
 ) -> Residuals:
     """Returns residuals converted out of the units, in the leaves' dtypes."""
     if lost is None:
         return None
-    each = zip(lost, units, leaves, strict=True)
-    return [multiply(e, unit, OUT, batch=batch).astype(x.dtype) for e, unit, x in each]
+    parts = zip(lost, each(units, len(leaves)), leaves, strict=True)
+    return [multiply(e, unit, OUT, batch=batch).astype(x.dtype) for e, unit, x in parts]
 
 
 def encode(
@@ -85,8 +82,8 @@ def encode(
 ) -> list[jax.Array]:
     """Does `encode_p` with units: multiplies leaves before the call and residuals after it."""
     count = len(layout.slots)
-    leaves, units = operands[:count], pairs(operands[count:], layout)
-    inner = [multiply(x, u, IN, batch=batch) for x, u in zip(leaves, units, strict=True)]
+    leaves, units = operands[:count], _units(operands, layout)
+    inner = taken_in(leaves, units, batch=batch)
     plain = layout.without_units()
     payload, *lost = primitive.bind(key, rank, *inner, layout=plain, residual=residual, batch=batch)
     out = taken_out(lost, units, leaves, batch=batch) if residual else None
@@ -105,10 +102,9 @@ def reduce(
 ) -> list[jax.Array]:
     """Does `reduce_p` with units: multiplies own values before, and the chunk's loss after."""
     count = len(layout.slots)
-    end = len(operands) - 2 * sum(f.units for f in layout.slots)
-    leaves, residuals = operands[:count], operands[count:end]
-    units = pairs(operands[end:], layout)
-    inner = [multiply(x, u, IN, batch=batch) for x, u in zip(leaves, units, strict=True)]
+    leaves, residuals = operands[:count], operands[count:-1]
+    units = _units(operands, layout)
+    inner = taken_in(leaves, units, batch=batch)
     given = [e if units[i] is None else jnp.zeros_like(inner[i]) for i, e in enumerate(residuals)]
     plain = layout.without_units()
     chunk, *filled = primitive.bind(
@@ -126,22 +122,28 @@ def reduce(
 def decode(
     primitive: Primitive,
     payload: jax.Array,
-    *units: Any,
+    factors: jax.Array,
+    *,
     layout: Layout,
     shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
     batch: int,
 ) -> list[jax.Array]:
     """Does `decode_p` with units: multiplies decoded values, then rounds them to their dtypes."""
-    each = pairs(units, layout)
+    units = _units([factors], layout)
     wide = tuple(
         (shape, dtype if u is None else jnp.dtype(jnp.float32))
-        for (shape, dtype), u in zip(shapes, each, strict=True)
+        for (shape, dtype), u in zip(shapes, units.places, strict=True)
     )
     out = primitive.bind(payload, layout=layout.without_units(), shapes=wide, batch=batch)
     return [
         decoded(x, u, dtype, batch=batch)
-        for x, u, (_, dtype) in zip(out, each, shapes, strict=True)
+        for x, u, (_, dtype) in zip(out, units, shapes, strict=True)
     ]
+
+
+def _units(operands: Sequence[jax.Array], layout: Layout) -> Units:
+    """Returns the units of a call that has the operand with all of them."""
+    return Units(operands[-1], tuple(f.units for f in layout.slots))
 
 
 def _own(layout: Layout, slot: int, rank: jax.Array, batch: int) -> jax.Array:

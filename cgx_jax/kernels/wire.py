@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 WIRE_VERSION = 2
 META_BYTES = 8
@@ -54,14 +55,27 @@ def _divisors(n: int) -> list[int]:
     return sorted({*low, *(n // d for d in low)})
 
 
+class UnitPlace(NamedTuple):
+    """Where the units of a leaf's rows and columns begin in the array of all units."""
+
+    num_rows: int
+    num_columns: int
+    rows: int
+    columns: int
+
+    def moved(self, by: int) -> UnitPlace:
+        return self._replace(rows=self.rows + by, columns=self.columns + by)
+
+
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """One leaf's place in a fusion buffer, as the kernels see it.
 
     `rounding` is one of ROUNDINGS. `number` identifies the leaf to the noise generator and to the
     signs of its rotation. It is the leaf's place in the user's tree, so that fusion does not change
-    a leaf's bytes. With `units`, the call has two more operands, by which the leaf's values are
-    multiplied. A bit of a record's mask stands for `segment` values, by default a 16th of a bucket.
+    a leaf's bytes. With `units`, the leaf's values are multiplied by those that lie there in the
+    call's last operand. A bit of a record's mask stands for `segment` values, by default a 16th of
+    a bucket.
     """
 
     size: int
@@ -70,7 +84,7 @@ class Slot:
     rounding: str
     number: int
     rotation: bool = False
-    units: bool = False
+    units: UnitPlace | None = None
     segment: int = 0
 
     def __post_init__(self) -> None:
@@ -143,20 +157,26 @@ class Layout:
         return dataclasses.replace(self, world=world)
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a layout is a value
-    def with_units(self, units: tuple[bool, ...]) -> Layout:
-        """Returns the layout of the same bytes with units for the slots that `units` marks."""
-        pairs = zip(self.slots, units, strict=True)
+    def with_units(self, places: tuple[UnitPlace | None, ...]) -> Layout:
+        """Returns the layout of the same bytes with units in these places."""
+        pairs = zip(self.slots, places, strict=True)
         return Layout(tuple(dataclasses.replace(f, units=u) for f, u in pairs), self.world)
 
     def without_units(self) -> Layout:
-        return self.with_units((False,) * len(self.slots))
+        return self.with_units((None,) * len(self.slots))
+
+    @property
+    def has_units(self) -> bool:
+        """Whether a call has the operand with the units."""
+        return any(f.units is not None for f in self.slots)
 
     def attributes(self) -> dict[str, Sequence[int]]:
-        """Returns a kernel call's attributes: seven numbers per slot (xla_ffi/handlers/slots.h)."""
+        """Returns a kernel call's attributes: nine numbers per slot (xla_ffi/handlers/slots.h)."""
         numbers: list[int] = []
         for s in self.slots:
             numbers += (s.bits, s.bucket_size, ROUNDINGS.index(s.rounding), s.number)
-            numbers += (int(s.rotation), int(s.units), s.segment)
+            _, *place = s.units or (0, 0, 0, 0)
+            numbers += (int(s.rotation), s.segment, *place)
         return {"slots": numbers}
 
 

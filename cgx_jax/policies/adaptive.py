@@ -147,16 +147,15 @@ class Adaptive(Policy):
         self,
         old: Statistics,
         grads: Sequence[jax.Array],
-        units: Sequence[Any],
+        scales: Any,
         step: jax.Array,
         axes: Axes,
         plan: Any,
     ) -> Statistics:
         """Returns the statistics after a step with a rank's `grads`, by `plan` over `axes`.
 
-        `grads` are those of all leaves. `units` has one entry per leaf: None, or the
-        `precondition.Units` that the leaf is compressed in and the size of these units. The
-        statistics are those of the values in these units.
+        `grads` are those of all leaves. `scales` are None, or the units that leaves are compressed
+        in and the usual sizes in them. The statistics are those of the values in these units.
         """
         if not self.running:
             raise ValueError(
@@ -167,11 +166,13 @@ class Adaptive(Policy):
         self._subject = dataclasses.replace(self._subject, world=axes.world)
         self._traced[self.progress.current] = plan, plan.wire_bytes(axes.world)
 
-        def in_units(x: jax.Array, scale: Any) -> jax.Array:
-            return x if scale is None else scaling.multiply(x, scale[0], scaling.IN) / scale[1]
+        def in_units(i: int) -> Any:
+            if scales is None or scales.units[i] is None:
+                return grads[i]
+            return scaling.multiply(grads[i], scales.units[i], scaling.IN) / scales.sizes[i]
 
         def measure(old: Statistics) -> Statistics:
-            values = [in_units(grads[i], units[i]) for i in self._adaptive]
+            values = [in_units(i) for i in self._adaptive]
             return self.sampler.observe(old, values, axes, self.decay)
 
         out: Statistics = jax.lax.cond(step % self.sample_every == 0, measure, lambda old: old, old)

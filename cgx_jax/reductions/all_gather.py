@@ -37,8 +37,7 @@ class AllGather(OfRows):
             for leaf, x in zip(job.leaves, leaves, strict=True):
                 code = whole_code((leaf,))
                 call = job.call(Collective.ALL_GATHER, code.layout)
-                sent = Sent(code.words(seed, rank), [x], [None])
-                rows += job.exchange.fused(call, sent).sums
+                rows += job.exchange.fused(call, Sent(code.words(seed, rank), [x])).sums
             return Reduced(rows, None, list(given.states))
         code = whole_code(job.leaves)
         ready = job.prepared(given)[1] if job.prepares else given

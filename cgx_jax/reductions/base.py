@@ -19,8 +19,9 @@ from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.exchanges import Exchange
 from cgx_jax.exchanges.base import Call
 from cgx_jax.kernels import scaling
-from cgx_jax.kernels.primitives import Sent, Units
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.scaling import Residuals
+from cgx_jax.kernels.units import Units
 from cgx_jax.kernels.wire import Layout
 
 
@@ -70,22 +71,22 @@ class Job:
 
 
 class Operands(NamedTuple):
-    """What a reduction computes with: `leaves`, `units` and `states` have one entry per leaf.
+    """What a reduction computes with: `leaves` and `states` have one entry per leaf.
 
-    `seeds` are `seed_count` seeds of uint32[2]. `units` are as in `primitives`. `states` are those
-    of the compressors, () for one without state. `ticket` is that of `start`, if the reduction was
-    started, else None.
+    `seeds` are `seed_count` seeds of uint32[2]. `units` are None if no leaf has any. `states` are
+    those of the compressors, () for one without state. `ticket` is that of `start`, if the
+    reduction was started, else None.
     """
 
     seeds: Sequence[Any]
     leaves: Sequence[jax.Array]
-    units: Units
+    units: Units | None
     states: Sequence[Pytree]
     ticket: Any = None
 
     def plain(self, leaves: Sequence[jax.Array]) -> Operands:
         """Returns the same with other leaves, which have no units."""
-        return self._replace(leaves=leaves, units=(None,) * len(leaves))
+        return self._replace(leaves=leaves, units=None)
 
     def values(self) -> list[jax.Array]:
         """Returns the leaves in their units, fp32."""

@@ -21,6 +21,7 @@ from cgx_jax.compressors.codes import folded
 from cgx_jax.kernels import scaling
 from cgx_jax.kernels.primitives import NO_RANK, Sent
 from cgx_jax.kernels.scaling import Residuals
+from cgx_jax.kernels.units import each
 from cgx_jax.reductions.base import Job, OfRows, Operands, Reduced, sum_of_bounds
 
 
@@ -45,7 +46,7 @@ class ReduceScatter(OfRows):
         code, axes, units = whole_code(job.leaves), job.axes, given.units
         words, rank = _words(job.leaves, given.seeds[0], axes.world), axes.rank()
         values, ready = given.leaves, given
-        if job.residual or job.prepares or job.divisor != 1 or any(u is not None for u in units):
+        if job.residual or job.prepares or job.divisor != 1 or units is not None:
             values, ready = job.prepared(given)
         if not job.residual and self.in_one_call(job.exchange, job.leaves, axes.world):
             totals, lost = _fused(job, words, ready.leaves), None
@@ -60,7 +61,8 @@ class ReduceScatter(OfRows):
             rows = job.exchange.scatter(job.name, sent, axes)
             own = [lax.dynamic_index_in_dim(x, rank, keepdims=False) for x in ready.leaves]
             totals = code.accumulate(rank, rows, own, job.divisor)
-        sums = scaling.all_decoded(totals, [_own_units(u, axes) for u in units], given.leaves)
+        own_units = [_own_units(u, axes) for u in each(units, len(totals))]
+        sums = scaling.all_decoded(totals, own_units, given.leaves)
         if lost is None:
             return Reduced(sums, None, list(ready.states))
         residuals = [
@@ -95,7 +97,7 @@ def _fused(job: Job, words: Words, leaves: Sequence[jax.Array]) -> list[jax.Arra
         code = whole_code((leaf,))
         own = jax.vmap(lambda seed, code=code: code.words(seed, rank))(jnp.asarray(words))
         call = job.call(Collective.REDUCE_SCATTER, code.layout)
-        (total,) = job.exchange.fused(call, Sent(own, [x], [None])).sums
+        (total,) = job.exchange.fused(call, Sent(own, [x])).sums
         out.append(total)
     return out
 

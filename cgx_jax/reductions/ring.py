@@ -61,12 +61,11 @@ class Ring(PartialSums):
         world, rank = job.axes.world, job.axes.rank()
         code = whole_code(self.coded(job.leaves, world))
         runs = [shares.cut(x, world) for x in given.leaves]
-        none = (None,) * len(runs)
         to_next = [(r, (r + 1) % world) for r in range(world)]
 
         def encode(hop: int | jax.Array, values: list[jax.Array]) -> tuple[jax.Array, Residuals]:
             words = noise(job, given.seeds[0], hop)
-            return code.encode(Sent(words, values, none, rank), residual=job.residual)
+            return code.encode(Sent(words, values, rank=rank), residual=job.residual)
 
         def own(hop: int | jax.Array) -> list[jax.Array]:
             """This rank's values of the chunk that it encodes after `hop` hops."""
@@ -76,7 +75,7 @@ class Ring(PartialSums):
         def add(payload: jax.Array, hop: int | jax.Array) -> tuple[jax.Array, Residuals]:
             received = job.exchange.permute(job.name, payload, job.axes, to_next)
             mine = own(hop)
-            before = code.sum(received[None], mine, none, 1)
+            before = code.sum(received[None], mine, None, 1)
             return encode(hop, [x + y for x, y in zip(before, mine, strict=True)])
 
         def forward(payload: jax.Array, _: object) -> tuple[jax.Array, jax.Array]:

@@ -23,9 +23,8 @@ from cgx_jax.compressors import Compressor, buckets
 from cgx_jax.compressors.base import require_key
 from cgx_jax.debug import checksums, nonfinite
 from cgx_jax.exchanges import Exchange
-from cgx_jax.kernels.primitives import Units
+from cgx_jax.kernels.units import Units, chosen
 from cgx_jax.leaves import SCALARS, where_of
-from cgx_jax.plan import Plan
 from cgx_jax.reductions import Job, Operands, Reduced, Reduction
 from cgx_jax.route.route import Route
 
@@ -52,11 +51,8 @@ class Inputs(NamedTuple):
     over ranks minus the result is the sum (or mean) of the residuals, up to the rounding of the
     leaves' dtype.
 
-    `units` has one entry per leaf: None, or (rows float32[2, R], columns float32[2, C]) for a leaf
-    of R * C values. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before encoding.
-    After decoding, the result and the residual are multiplied by the products of rows[1] and
-    columns[1], so the residual is in the leaf's own units. All ranks pass the same units. A leaf
-    that is reduced exactly ignores its units.
+    `units` are those of the leaves, None if no leaf has any. Residuals are converted out of them as
+    results are. All ranks pass the same units. A leaf that is reduced exactly ignores its units.
     """
 
     leaves: Sequence[Any]
@@ -69,8 +65,7 @@ class Inputs(NamedTuple):
 def run(route: Route, inputs: Inputs, ticket: jax.Array | None = None) -> Sums:
     """Returns sums or means of the leaves, or for an all-gather every rank's leaf.
 
-    `ticket`, if given, is that of `start` with the same inputs. Raises ValueError for units that do
-    not fit their leaf.
+    `ticket`, if given, is that of `start` with the same inputs.
     """
     inputs, states = _checked(route, inputs)
     out = Sums(list(inputs.leaves), [None] * len(inputs.leaves), states)
@@ -106,8 +101,6 @@ def no_ticket(axes: Axes) -> jax.Array:
 def _checked(route: Route, inputs: Inputs) -> tuple[Inputs, list[Pytree]]:
     """Checks a call, and returns its inputs, in which compressed numbers are arrays; and states."""
     options, plan, axes = route.options, route.plan, route.options.axes
-    if inputs.units is not None:
-        _check_units(options.name, plan, inputs.leaves, inputs.units)
     if inputs.states is None:
         plan.require_stateless(options.name)
     leaves = list(inputs.leaves)
@@ -150,7 +143,7 @@ def _jobs(
             given = Operands(
                 seeds[shared][: reduction.seed_count],
                 [own[i] for i in part],
-                [units[i] if units is not None else None for i in part],
+                chosen(units, part),
                 [states[i] for i in part],
             )
             job = _job(route, part, way.exchange, given.leaves, residual=residual)
@@ -274,26 +267,6 @@ def _reduced_jvp(call: tuple[Reduction, Job], primals: Pytree, tangents: Pytree)
 def _no_tangent(x: jax.Array) -> Pytree:
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _check_units(name: str, plan: Plan, leaves: Sequence[jax.Array], units: Units) -> None:
-    if len(units) != len(leaves):
-        raise ValueError(
-            f"{name}: {len(units)} units for {len(leaves)} leaves; pass one entry per leaf, None "
-            "for a leaf without units."
-        )
-    for known, leaf, unit in zip(plan.leaves, leaves, units, strict=True):
-        if unit is None:
-            continue
-        shapes = [tuple(x.shape) for x in unit]
-        types = {jnp.result_type(x) for x in unit}
-        fits = all(len(s) == 2 and s[0] == 2 for s in shapes) and types == {jnp.dtype(jnp.float32)}
-        if not fits or shapes[0][1] * shapes[1][1] != leaf.size:
-            raise ValueError(
-                f"{name}: the units of leaf {known.path!r} have shapes {shapes} and dtypes "
-                f"{sorted(map(str, types))}; a leaf of {leaf.size} values needs float32[2, R] and "
-                "float32[2, C] with R * C values."
-            )
 
 
 def _parts(

@@ -169,20 +169,14 @@ def check_state(
         jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(whole, leaves, strict=True)
     ]
     made = jax.eval_shape(lambda: precondition.init(like))
-    held, needed = _sizes(state.moments), _sizes(made)
+    held, needed = (moments.factors.shape[1] for moments in (state.moments, made))
     if held != needed:
         shapes = ", ".join(str(list(x.shape)) for x in like[:_MOST_NAMED])
         more = ", ..." if len(like) > _MOST_NAMED else ""
         raise ValueError(
-            f"{caller}: the state was made for leaves of other shapes: its moments have vectors "
-            f"of {held} values, but the gradients ({shapes}{more}) need {needed}. {expected.remedy}"
+            f"{caller}: the state was made for leaves of other shapes: its moments have "
+            f"{held} factors, but the gradients ({shapes}{more}) need {needed}. {expected.remedy}"
         )
-
-
-def _sizes(moments: Moments) -> str:
-    """Returns how many vectors of how many values the tables hold."""
-    sizes = (f"{x.shape[0]} x {x.shape[1] - 1}" for x in moments.tables)
-    return ", ".join(sizes) or "no"
 
 
 def require_own_row(caller: str, tree: Pytree) -> None:

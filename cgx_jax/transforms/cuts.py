@@ -13,8 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from cgx_jax import _compat
+from cgx_jax._types import Unit
 from cgx_jax.axes import axes_by_dimension, split
-from cgx_jax.transforms.precondition import Squares, Units
+from cgx_jax.transforms.precondition import Squares
 
 Shape = tuple[int, ...]
 
@@ -38,15 +39,16 @@ class Cut(NamedTuple):
         """Returns the shape of the whole leaf, given that of a shard."""
         return tuple(n * _size(axes) for n, axes in zip(shape, self.axes, strict=True))
 
-    def units(self, units: Units, whole: Shape) -> Units:
+    def units(self, unit: Unit, whole: Shape) -> Unit:
         """Returns the units of this device's shard."""
-        if not self.names:
-            return units
-        rows = units.rows.reshape(2, *(whole[:-1] if len(whole) > 1 else whole))
+        if unit is None:
+            return None
+        rows, columns = unit
+        rows = rows.reshape(2, *(whole[:-1] if len(whole) > 1 else whole))
         for d, axes in enumerate(self.axes[: rows.ndim - 1]):
             rows = _part(rows, axes, d + 1)
-        columns = _part(units.columns, self.axes[-1], 1) if len(whole) > 1 else units.columns
-        return Units(rows.reshape(2, -1), columns)
+        columns = _part(columns, self.axes[-1], 1) if len(whole) > 1 else columns
+        return rows.reshape(2, -1), columns
 
 
 def squares_of_shards(

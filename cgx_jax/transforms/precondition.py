@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,27 +13,18 @@ import numpy as np
 from jax import lax
 
 from cgx_jax._types import Pytree
-from cgx_jax.axes import SMALL_BYTES, unstack
+from cgx_jax.axes import SMALL_BYTES
+from cgx_jax.kernels.units import ALIGNED, Units
+from cgx_jax.kernels.wire import UnitPlace
 
 # Units are updated in each of the first WARMUP steps, and in every PERIOD-th step after that. An
 # update reads every leaf, and after the warm-up it changes little.
 WARMUP, PERIOD = 32, 16
-
-
-class Units(NamedTuple):
-    """What a leaf's values are multiplied by before they are encoded and after they are decoded.
-
-    `rows` is f32[2, R] and `columns` f32[2, C] for a leaf of R * C values, row by row. Value (r, c)
-    is encoded as x * (rows[0, r] * columns[0, c]). The decoded value is multiplied by rows[1, r] *
-    columns[1, c]. The first product is at most 1, so that no finite value overflows.
-    """
-
-    rows: jax.Array
-    columns: jax.Array
+WIDTH = 32  # values of a line of vectors; XLA on CPUs compiles longer reductions in steps
 
 
 class Moments(NamedTuple):
-    """What `SecondMoment` knows of the leaves, fp32.
+    """What `SecondMoment` knows of the leaves, and the units that follow from it; fp32.
 
     A step's *shares* are a leaf's squared values over their mean. The moments are weighted sums
     over the steps. A step counts as it does in Adam's second moment: by its mean square, and
@@ -43,19 +34,18 @@ class Moments(NamedTuple):
     moments are of, and never changes.
 
     A leaf of R rows and C columns has two vectors: the mean shares of rows, f32[R], and of columns,
-    f32[C]. A table, f32[vectors, 1 + width], holds vectors of similar lengths: the longest has
-    `width` values, and the others more than an eighth. A row of it begins with the mean square of
-    single steps' vectors. Then it has the vector, and zeros. So there are few arrays, however many
-    leaves.
+    f32[C]. All vectors lie in `shares`, f32[lines, `WIDTH`], each in lines of its own. `spreads`,
+    f32[2 * leaves], holds the mean square of single steps' vectors. `factors`, f32[2, N], holds the
+    units of all vectors, one after the other, and `sizes`, f32[leaves], the values' usual sizes in
+    them. So there are few arrays, however many leaves.
     """
 
     lines: Pytree
     weights: jax.Array
-    tables: Pytree
-
-
-# A leaf's units and their size: what `SecondMoment.units` returns of it.
-Scale = tuple[Units, jax.Array]
+    spreads: jax.Array
+    shares: jax.Array
+    factors: jax.Array
+    sizes: jax.Array
 
 
 class Squares(NamedTuple):
@@ -69,44 +59,77 @@ class Squares(NamedTuple):
     sums: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """The vectors of one table: their numbers as in `Squares`, and their lengths.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Vectors:
+    """Where the vectors of leaves lie, in lines of `WIDTH` values and one after the other.
 
-    An entry of a vector is the mean of so many squares as `depths` says.
+    Vector v has `lengths[v]` values from line `starts[v]` on. Line n has `used[n]` values, of
+    vector `owners[n]`. One after the other, vectors begin at `places`, and end at the last of them.
     """
 
-    width: int
-    numbers: np.ndarray
     lengths: np.ndarray
-    depths: np.ndarray
+    starts: np.ndarray
+    owners: np.ndarray
+    used: np.ndarray
+    places: np.ndarray
 
-    @property
-    def leaves(self) -> np.ndarray:
-        """The number of each vector's leaf."""
-        numbers: np.ndarray = self.numbers // 2
-        return numbers
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[int, ...]]) -> _Vectors:
+        """Returns the places of leaves' vectors. A vector without values counts as one 0."""
+        lengths = np.array([max(n, 1) for shape in shapes for n in matrix_of(shape)], np.int64)
+        lines = -(-lengths // WIDTH)
+        ends = np.cumsum(lines)
+        owners = np.repeat(np.arange(len(lengths)), lines)
+        before = (np.arange(len(owners)) - (ends - lines)[owners]) * WIDTH
+        used = np.minimum(lengths[owners] - before, WIDTH)
+        places = np.cumsum([0, *(-(-lengths // ALIGNED) * ALIGNED)])
+        return cls(lengths, ends - lines, owners.astype(np.int32), used.astype(np.int32), places)
+
+    def by_line(self, x: jax.Array) -> jax.Array:
+        """Returns each line's value of f32[vectors], f32[lines, 1]."""
+        return x[self.owners][:, None]
 
     def means(self, x: jax.Array) -> jax.Array:
-        """Returns each vector's mean, f32[vectors], of values f32[vectors, width]."""
-        counts = np.maximum(self.lengths, 1).astype(np.float32)
-        means: jax.Array = jnp.where(self.used(), x, 0).sum(axis=1) / counts
-        return means
+        """Returns each vector's mean, f32[vectors], of f32[lines, WIDTH]."""
+        return self._reduced(x, 0, jnp.sum) / self.lengths.astype(np.float32)
 
-    def used(self) -> jax.Array:
-        """Whether a place has a value, bool[vectors, width]; a vector of none has a 0."""
-        shape = len(self.numbers), self.width
-        places = lax.broadcasted_iota(np.int32, shape, 1)
-        used: jax.Array = places < np.maximum(self.lengths, 1)[:, None]
-        return used
+    def least(self, x: jax.Array) -> jax.Array:
+        """Returns each vector's least value, f32[vectors], of f32[lines, WIDTH]."""
+        return self._reduced(x, jnp.inf, jnp.min)
+
+    def _reduced(self, x: jax.Array, nothing: float, reduce: Callable[..., jax.Array]) -> jax.Array:
+        place = lax.broadcasted_iota(np.int32, x.shape, 1)
+        lines = reduce(jnp.where(place < self.used[:, None], x, nothing), axis=1)
+        # All ranks must get the same bits, so no order of additions may be left open, as it is in
+        # a scatter on GPUs.
+        vector = lax.broadcasted_iota(np.int32, (len(self.lengths), len(lines)), 0)
+        return reduce(jnp.where(vector == self.owners, lines, nothing), axis=1)
+
+    def flat(self, x: jax.Array) -> jax.Array:
+        """Returns the vectors of f32[lines, WIDTH] one after the other, f32[N]."""
+        begins = np.repeat(self.starts * WIDTH - self.places[:-1], np.diff(self.places))
+        flat: jax.Array = x.reshape(-1)[(begins + np.arange(len(begins))).astype(np.int32)]
+        return flat
+
+    def filled(self, squares: Sequence[Squares]) -> jax.Array:
+        """Returns sums of squares in their places, f32[lines, WIDTH]; 0 where there are none."""
+        parts = [_in_lines(own.sums) for own in squares]
+        known = [self._lines(v) for own in squares for v in own.numbers]
+        rest = np.setdiff1d(np.arange(len(self.owners)), np.concatenate([*known, []]))
+        parts.append(jnp.zeros((len(rest), WIDTH), jnp.float32))
+        order = np.argsort(np.concatenate([*known, rest]))
+        return jnp.concatenate(parts)[order]
+
+    def _lines(self, vector: int) -> np.ndarray:
+        count = -(-self.lengths[vector] // WIDTH)
+        lines: np.ndarray = self.starts[vector] + np.arange(count)
+        return lines
 
 
-def _tables(shapes: Sequence[tuple[int, ...]]) -> list[_Table]:
-    lengths = np.array([n for shape in shapes for n in matrix_of(shape)], np.int32)
-    kinds = np.array([max(int(n) - 1, 0).bit_length() // 3 for n in lengths])
-    numbers = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
-    depths = lengths.reshape(-1, 2)[:, ::-1].reshape(-1)
-    return [_Table(int(np.max(lengths[n], initial=1)), n, lengths[n], depths[n]) for n in numbers]
+def _in_lines(x: jax.Array) -> jax.Array:
+    """Returns vectors f32[vectors, length] one after the other, f32[lines, WIDTH]."""
+    count = max(-(-x.shape[1] // WIDTH), 1)
+    return jnp.pad(x, ((0, 0), (0, count * WIDTH - x.shape[1]))).reshape(-1, WIDTH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,47 +170,30 @@ class SecondMoment:
     def init(self, params: Pytree) -> Moments:
         """The state before the first step of leaves like `params`."""
         leaves, treedef = jax.tree.flatten(params)
+        vectors = _Vectors.of([x.shape for x in leaves])
         return Moments(
             jax.tree.unflatten(treedef, [jnp.int32(i) for i in range(len(leaves))]),
             jnp.zeros((len(leaves), 3), jnp.float32),
-            tuple(
-                jnp.zeros((len(t.numbers), 1 + t.width), jnp.float32)
-                for t in _tables([x.shape for x in leaves])
-            ),
+            jnp.zeros(2 * len(leaves), jnp.float32),
+            jnp.zeros((len(vectors.owners), WIDTH), jnp.float32),
+            jnp.ones((2, vectors.places[-1]), jnp.float32),
+            jnp.ones(len(leaves), jnp.float32),
         )
 
     def units(
         self, moments: Moments, shapes: Sequence[tuple[int, ...]], wanted: Iterable[int]
-    ) -> dict[int, Scale]:
-        """Returns the next step's units of the `wanted` leaves, and the usual size, f32[].
+    ) -> Units:
+        """Returns the next step's units of the `wanted` leaves.
 
-        A value in these units, divided by that size, is a multiple of its own usual size. `shapes`
-        are those of all leaves.
+        A value in these units, divided by its leaf's size, is a multiple of its own usual size. The
+        factors into units are at most 1, so that no finite value overflows. `shapes` are those of
+        all leaves.
         """
-        tables, weights = _tables(shapes), moments.weights
-        ways: list[jax.Array] = []
-        places: dict[int, tuple[int, int]] = {}
-        for table, sums in zip(tables, moments.tables, strict=True):
-            places |= {int(n): (len(ways), line) for line, n in enumerate(table.numbers)}
-            ways.append(self._ways(table, sums, weights[table.leaves]))
-        # XLA would otherwise compute a table again for each of its vectors.
-        ways = lax.optimization_barrier(ways)
-        lines = [unstack(both) for both in ways]
-        squares = [t.means(jnp.square(both[:, 1])) for t, both in zip(tables, ways, strict=True)]
-        rows, columns = _by_leaf(tables, squares)
-        square = weights[:, 1] / jnp.maximum(weights[:, 0], _TINY) / (rows * columns)
-        size = jnp.sqrt(jnp.where(square > 0, square, 1))
-
-        def vector(number: int, length: int) -> jax.Array:
-            table, line = places[number]
-            out: jax.Array = lines[table][line][:, :length]
-            return out
-
-        def units(leaf: int) -> Units:
-            rows, columns = matrix_of(shapes[leaf])
-            return Units(vector(2 * leaf, rows), vector(2 * leaf + 1, columns))
-
-        return {leaf: (units(leaf), size[leaf]) for leaf in wanted}
+        starts = _Vectors.of(shapes).places.tolist()
+        places: list[UnitPlace | None] = [None] * len(shapes)
+        for leaf in wanted:
+            places[leaf] = UnitPlace(*matrix_of(shapes[leaf]), *starts[2 * leaf : 2 * leaf + 2])
+        return Units(moments.factors, tuple(places))
 
     def due(self, step: jax.Array) -> jax.Array:
         """Whether the step after `step` others updates the units, bool[]."""
@@ -207,77 +213,67 @@ class SecondMoment:
         """Returns the moments after a step that is due.
 
         `squares` are those of the leaves' reduced gradients; the moments of leaves without any
-        stay. `shapes` are those of all leaves. New `tables` are not finite if a mean square is not.
+        stay. `shapes` are those of all leaves. New `shares` or `spreads` are not finite if a mean
+        square is not.
         """
-        tables = _tables(shapes)
-        old = moments.weights
-        now = lax.optimization_barrier([_filled(table, squares) for table in tables])
-        mean_square, _ = _by_leaf(tables, [t.means(x) for t, x in zip(tables, now, strict=True)])
-        inverse = 1 / jnp.where(mean_square > 0, mean_square, 1)
+        vectors, old = _Vectors.of(shapes), moments.weights
+        depths = np.maximum([n for shape in shapes for n in matrix_of(shape)[::-1]], 1)
+        now = vectors.filled(squares) / vectors.by_line(jnp.float32(depths))
+        now = lax.optimization_barrier(now)  # XLA would otherwise compute it for each use
+        mean_square = vectors.means(now)[::2]
         decay = self.since(step)
         weight = (1 - decay) * mean_square
-        # A leaf whose gradient is 0 says nothing about its usual gradients.
-        stays = mean_square == 0
         total = decay * old[:, 1] + weight
         parts = jnp.stack([decay * old[:, 1], weight]) / jnp.where(total > 0, total, 1)[None]
         alike = jnp.square(parts[0]) * old[:, 2] + jnp.square(parts[1])
+        # A leaf whose gradient is 0 says nothing about its usual gradients.
+        stays = mean_square == 0
         new = jnp.stack([decay * old[:, 0] + (1 - decay), total, alike], axis=1)
-        new = jnp.where(stays[:, None], old, new)
-        after = []
-        for table, sums, seen in zip(tables, moments.tables, now, strict=True):
-            own = table.leaves
-            shares = inverse[own][:, None] * seen
-            spreads = table.means(jnp.square(shares))
-            add = weight[own][:, None] * jnp.concatenate([spreads[:, None], shares], axis=1)
-            after.append(jnp.where(stays[own][:, None], sums, decay * sums + add))
-        return Moments(moments.lines, new, tuple(after))
+        weights = jnp.where(stays[:, None], old, new)
+        inverse = 1 / jnp.where(stays, 1, mean_square)
+        keep, weight, inverse = _by_vector(jnp.where(stays, 1, decay), weight, inverse)
+        now = now * vectors.by_line(inverse)
+        spreads = keep * moments.spreads + weight * vectors.means(jnp.square(now))
+        shares = vectors.by_line(keep) * moments.shares + vectors.by_line(weight) * now
+        factors, sizes = self._scales(vectors, weights, spreads, shares)
+        return Moments(moments.lines, weights, spreads, shares, factors, sizes)
 
-    def _ways(self, table: _Table, sums: jax.Array, weights: jax.Array) -> jax.Array:
-        """Returns f32[vectors, 2, width]: factors into and out of units.
+    def _scales(
+        self, vectors: _Vectors, weights: jax.Array, spreads: jax.Array, shares: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns `factors` and `sizes` of `Moments`.
 
-        Averages of shares are shrunk to 1 as far as chance explains the difference. The noise of an
-        average follows from how much single steps differ, as in an analysis of variance. Where
-        noise explains all of the difference from 1, no difference is left.
+        Averages of shares are shrunk to 1, which is their mean, as far as chance explains the
+        difference. The noise of an average follows from how much single steps differ, as in an
+        analysis of variance. Where noise explains all of the difference, none is left.
         """
-        total = jnp.where(weights[:, 1] > 0, weights[:, 1], 1)[:, None]
-        average = sums[:, 1:] / total
         steps = 1 / jnp.maximum(weights[:, 2], _TINY)
-        within = jnp.maximum(sums[:, 0] / total[:, 0] - table.means(jnp.square(average)), 0)
         few = jnp.maximum(steps - 1, _TINY)
-        noise = within / few * (1 + 2 / few)  # few steps make the noise itself uncertain
-        difference = table.means(jnp.square(average - 1))
-        kept = jnp.clip(1 - noise / jnp.maximum(difference, _TINY), 0, 1)
         confirmed = (weights[:, 2] > 0) & (steps > 1.1)
-        kept = jnp.where(confirmed, kept, 0)[:, None]
-        factors = jnp.sqrt(1 + kept * (average - 1) + self.floor**2)
-        smallest = jnp.where(table.used(), factors, jnp.inf).min(axis=1, keepdims=True)
-        relative = factors / smallest
-        return jnp.stack([1 / relative, relative], axis=1)
+        total = jnp.where(weights[:, 1] > 0, weights[:, 1], 1)
+        total, few, confirmed = _by_vector(total, few, confirmed)
+        away = shares / vectors.by_line(total) - 1
+        difference = vectors.means(jnp.square(away))
+        noise = jnp.maximum(spreads / total - 1 - difference, 0) / few
+        noise *= 1 + 2 / few  # few steps make the noise itself uncertain
+        kept = jnp.clip(1 - noise / jnp.maximum(difference, _TINY), 0, 1) * confirmed
+        usual = 1 + self.floor**2
+        smallest = usual + kept * vectors.least(away)
+        squares = (usual + vectors.by_line(kept) * away) / vectors.by_line(smallest)
+        relative = vectors.flat(jnp.sqrt(jnp.maximum(squares, 1)))
+        rows, columns = smallest[::2], smallest[1::2]
+        square = weights[:, 1] / jnp.maximum(weights[:, 0], _TINY) * rows * columns / usual**2
+        sizes = jnp.sqrt(jnp.where(square > 0, square, 1))
+        return jnp.stack([1 / relative, relative]), sizes
 
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
-def _by_leaf(tables: Sequence[_Table], values: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns what rows and what columns have, each f32[leaves], of one value for each vector."""
-    if not tables:
-        return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
-    place = np.argsort(np.concatenate([table.numbers for table in tables]))
-    flat = jnp.concatenate(list(values))
-    return flat[place[::2]], flat[place[1::2]]
-
-
-def _filled(table: _Table, squares: Sequence[Squares]) -> jax.Array:
-    """Returns a table's mean squares, f32[vectors, width]; 0 for leaves without squares."""
-    own = [x for x in squares if x.numbers[0] in table.numbers]
-    known = np.array([n for x in own for n in x.numbers], np.int64)
-    rest = np.setdiff1d(table.numbers, known)
-    parts = [jnp.pad(x.sums, ((0, 0), (0, table.width - x.sums.shape[1]))) for x in own]
-    rows = jnp.concatenate([*parts, jnp.zeros((len(rest), table.width), jnp.float32)])
-    order = np.argsort(np.concatenate([known, rest]))
-    depths = np.maximum(table.depths, 1).astype(np.float32)
-    means: jax.Array = rows[order] / depths[:, None]
-    return means
+def _by_vector(*values: jax.Array) -> Iterator[jax.Array]:
+    """Yields each vector's values of f32[leaves]."""
+    pairs = jnp.stack([x.astype(jnp.float32) for x in values])[:, :, None]
+    return iter(jnp.broadcast_to(pairs, (*pairs.shape[:2], 2)).reshape(len(values), -1))
 
 
 def squares_of(leaves: Mapping[int, jax.Array]) -> list[Squares]:

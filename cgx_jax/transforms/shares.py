@@ -9,13 +9,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from cgx_jax._types import Unit
 from cgx_jax.axes import Axes
+from cgx_jax.kernels.units import Units
 from cgx_jax.plan import Plan
 from cgx_jax.reductions.reduce_scatter import encoded
 from cgx_jax.route.route import Route
 from cgx_jax.route.rows import rows_of, whole_of
 from cgx_jax.transforms.cuts import Cut, Shape, squares_of_shards
-from cgx_jax.transforms.precondition import Squares, Units, squares_of
+from cgx_jax.transforms.precondition import Squares, squares_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +42,10 @@ class Whole:
         """Returns leaf `i` as the reduction takes it."""
         return x
 
-    def units(self, i: int, units: Units) -> Units:
-        """Returns the units of what is sent of leaf `i`."""
-        return self.cuts[i].units(units, self.shapes[i])
+    def units(self, units: Units) -> Units:
+        """Returns the units of what is sent."""
+        cut = [i for i, cut in enumerate(self.cuts) if cut.names]
+        return units.replaced({i: self.cuts[i].units(units[i], self.shapes[i]) for i in cut})
 
     def residual(self, i: int, lost: jax.Array) -> jax.Array:
         """Inverts `sent`."""
@@ -71,16 +74,19 @@ class Shards(Whole):
     def sent(self, i: int, x: Any) -> Any:
         return rows_of(jnp.asarray(x), self.places[i], self.axes.world)
 
-    def units(self, i: int, units: Units) -> Units:
+    def units(self, units: Units) -> Units:
         # Rows of a leaf that is cut along its first dimension keep their order. Otherwise each
         # value has a unit of its own, as one row of one column.
-        d = self.places[i]
-        if d == 0:
-            return units
-        factors = units.rows[:, :, None] * units.columns[:, None, :]
-        each = [rows_of(way.reshape(self.shapes[i]), d, self.axes.world) for way in factors]
-        rows = jnp.stack([x.reshape(-1) for x in each])
-        return Units(rows, jnp.ones((2, 1), jnp.float32))
+        def by_value(i: int, unit: Unit) -> Unit:
+            if unit is None:
+                return None
+            rows, columns = unit
+            factors = rows[:, :, None] * columns[:, None, :]
+            shape, d, world = self.shapes[i], self.places[i], self.axes.world
+            ways = [rows_of(way.reshape(shape), d, world).reshape(-1) for way in factors]
+            return jnp.stack(ways), jnp.ones((2, 1), jnp.float32)
+
+        return units.replaced({i: by_value(i, units[i]) for i, d in enumerate(self.places) if d})
 
     def residual(self, i: int, lost: jax.Array) -> jax.Array:
         return whole_of(lost, self.places[i])

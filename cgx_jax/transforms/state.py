@@ -319,7 +319,7 @@ def state_of_any_tree(
         step=leaf,
         memory=(params,) * kept_by(memory),
         statistics=leaf if adapts else (),
-        moments=() if precondition is None else Moments(params, leaf, leaf),
+        moments=() if precondition is None else Moments(params, *[leaf] * 5),
         codes=leaf,
         overflow=() if memory is None else leaf,
         skipped=leaf,

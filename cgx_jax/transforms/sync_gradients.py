@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -67,7 +67,7 @@ from cgx_jax.transforms.state import (
     rows_after,
     state_of_any_tree,
 )
-from cgx_jax.transforms.units import moved, scales_of
+from cgx_jax.transforms.units import Scales, moved, scales_of
 from cgx_jax.transforms.wrappers import check_options, check_wrappers
 from cgx_jax.tuning import Tuner
 
@@ -342,15 +342,14 @@ class Sync:
         """Returns what is sent in an update, and what remains to be known of it."""
         plan, (leaves, treedef) = share.plan, jax.tree.flatten(updates)
         self._check(state, share, choices, treedef)
-        compressed = share.taken.compressed
-        scales = scales_of(self.precondition, state.moments, share.shapes, compressed)
+        scales = scales_of(self.precondition, state.moments, share)
         before = by_leaf(state.memory, len(leaves))
         wanted, kept = compensated(self.memory, leaves, before, state.step)
-        units = [None if x is None else share.units(i, x[0]) for i, x in enumerate(scales)]
+        units = None if scales is None else share.units(scales.units)
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
         sent = [share.sent(i, x) for i, x in enumerate(wanted)]
-        inputs = Inputs(sent, key, self.memory is not None, tuple(units), codes)
+        inputs = Inputs(sent, key, self.memory is not None, units, codes)
         return _Ready(scales, wanted, kept, inputs)
 
     def _step(
@@ -419,7 +418,7 @@ class _Ready(NamedTuple):
     memories keep what `kept` says. `inputs` are those of the reduction.
     """
 
-    scales: Sequence[Any]
+    scales: Scales | None
     wanted: list[Any]
     kept: list[Kept]
     inputs: Inputs

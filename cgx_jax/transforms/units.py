@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,24 @@ from jax import lax
 from cgx_jax._types import Pytree
 from cgx_jax.axes import after
 from cgx_jax.kernels.nonfinite import all_finite
-from cgx_jax.transforms.precondition import Moments, Scale, SecondMoment
+from cgx_jax.kernels.units import Units
+from cgx_jax.transforms.precondition import Moments, SecondMoment
 from cgx_jax.transforms.shares import Whole
 
-Shapes = Sequence[tuple[int, ...]]
+
+class Scales(NamedTuple):
+    """The units of the leaves, and how large their values usually are in them, f32[leaves]."""
+
+    units: Units
+    sizes: jax.Array
 
 
-def scales_of(
-    precondition: SecondMoment | None, moments: Pytree, shapes: Shapes, compressed: Sequence[int]
-) -> list[Scale | None]:
-    """Returns each leaf's units, None for an exact leaf."""
-    scales: list[Scale | None] = [None] * len(shapes)
-    if precondition is None:
-        return scales
-    for i, scale in precondition.units(moments, shapes, compressed).items():
-        scales[i] = scale
-    return scales
+def scales_of(precondition: SecondMoment | None, moments: Pytree, share: Whole) -> Scales | None:
+    """Returns the scales of the leaves that are compressed, None if there are none."""
+    compressed = share.taken.compressed
+    if precondition is None or not compressed:
+        return None
+    return Scales(precondition.units(moments, share.shapes, compressed), moments.sizes)
 
 
 def moved(
@@ -48,12 +50,13 @@ def moved(
     if not share.alike or any(cut.names for cut in share.cuts):
         step = after(step, [finite])  # the squares are summed in a branch
 
-    def update() -> tuple[Pytree, jax.Array]:
-        new = precondition.update(old, share.shapes, share.squares(means), step)
-        return (new.weights, new.tables), all_finite([*new.tables, *exact])
+    before = old._replace(lines=())
 
-    before = (old.weights, old.tables)
+    def update() -> tuple[Moments, jax.Array]:
+        new = precondition.update(before, share.shapes, share.squares(means), step)
+        return new, all_finite([new.shares, new.spreads, *exact])
+
     new, usable = lax.cond(precondition.due(step), update, lambda: (before, jnp.ones((), bool)))
     finite = axes.on_every_rank(jnp.asarray(finite) & usable, alike=True)
-    weights, tables = jax.tree.map(functools.partial(jnp.where, finite), new, before)
-    return old._replace(weights=weights, tables=tables), finite
+    new = jax.tree.map(functools.partial(jnp.where, finite), new, before)
+    return new._replace(lines=old.lines), finite

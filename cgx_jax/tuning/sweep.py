@@ -27,6 +27,7 @@ from cgx_jax.exchanges import Exchange, Mpi, Nccl
 from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Progress
 from cgx_jax.kernels.primitives import Sent
+from cgx_jax.kernels.units import Units
 from cgx_jax.tuning.engine import tune_engine, tune_streams
 from cgx_jax.tuning.link_timer import LinkTimer, gradient, size_text
 
@@ -163,8 +164,8 @@ def _codec(links: LinkTimer) -> Codec:
 def _encode_and_decode(links: LinkTimer, kind: str, x: jax.Array) -> jax.Array:
     """Does a rank's computation in an all-reduce of `x` by the "xla" exchange, without sending."""
     code = chunk_code((CodedLeaf(CODEC[kind], x.shape, x.dtype, 0),), links.world)
-    rows_and_columns = np.ones((2, x.size // 512), np.float32), np.ones((2, 512), np.float32)
-    units = [rows_and_columns if kind == "units" else None]
+    unit = jnp.ones((2, x.size // 512), jnp.float32), jnp.ones((2, 512), jnp.float32)
+    units = Units.of([unit if kind == "units" else None])
     own = Sent(np.zeros(2, np.uint32), [x], units, lax.axis_index(links.axis))
     rows, _ = code.encode(own, residual=False)
     chunk, _ = code.reduce(own, rows, 1, None)

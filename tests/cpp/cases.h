@@ -104,18 +104,23 @@ struct Buffers {
 struct SomeUnits {
   std::vector<std::vector<float>> numbers;
 
+  // Units of `leaves`, for every other one.
+  std::vector<cgx::LeafUnits> of(const std::vector<cgx::SlotSpec>& leaves, std::mt19937& rng) {
+    std::vector<cgx::LeafUnits> units(leaves.size());
+    for (size_t k = 0; k < leaves.size(); k += 2) units[k] = of(leaves[k].size, rng);
+    return units;
+  }
   // Units of a leaf of that many values. The factors out of them are no powers of two.
   cgx::LeafUnits of(int64_t size, std::mt19937& rng) {
     int64_t rows = 40;
     while (size % rows != 0) --rows;
-    for (const int64_t count : {rows, size / rows}) {
-      auto& both = numbers.emplace_back(2 * count);
-      for (int64_t i = 0; i < count; ++i) {
-        both[count + i] = 1 + static_cast<float>(rng() % 1000) / 300;
-        both[i] = 1 / both[count + i];
-      }
+    const int64_t columns = size / rows, count = rows + columns;
+    auto& both = numbers.emplace_back(2 * count);
+    for (int64_t i = 0; i < count; ++i) {
+      both[count + i] = 1 + static_cast<float>(rng() % 1000) / 300;
+      both[i] = 1 / both[count + i];
     }
-    return {numbers[numbers.size() - 2].data(), numbers.back().data(), rows, size / rows};
+    return {both.data(), both.data() + rows, columns, count};
   }
 };
 
@@ -126,7 +131,7 @@ struct SomeUnits {
   int64_t number = 0;
   for (int64_t size :
        {int64_t{0}, int64_t{1}, int64_t{31}, bucket - 1, bucket, bucket + 1, 3 * bucket + 33}) {
-    specs.push_back({size, bits, bucket, rounding, number++, rotation, 0, segment});
+    specs.push_back({size, bits, bucket, rounding, number++, rotation, segment});
   }
   return specs;
 }

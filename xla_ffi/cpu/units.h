@@ -29,13 +29,9 @@ class Factors {
   Factors(const LeafUnits* units, int64_t leaf, Way way) {
     if (units == nullptr || units[leaf].rows == nullptr) return;
     const LeafUnits& own = units[leaf];
-    rows_ = own.rows + way * own.num_rows;
-    columns_ = own.columns + way * own.num_columns;
+    rows_ = own.rows + way * own.to_out;
+    columns_ = own.columns + way * own.to_out;
     num_columns_ = own.num_columns;
-    if (num_columns_ == 1) {  // the product is the same, and the rows are consecutive
-      const float* const column = columns_;
-      columns_ = rows_, rows_ = column, num_columns_ = own.num_rows;
-    }
   }
   CGX_HD bool none() const { return rows_ == nullptr; }
   CGX_HD bool long_rows() const { return num_columns_ >= kRowValues; }

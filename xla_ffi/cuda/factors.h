@@ -63,8 +63,9 @@ class LeafFactors {
   // Multiplies the values of a tile that exist by their factors for one way.
   __device__ void multiply(const Bucket& bucket, int tile, Way way, Tile* t) const {
     if (!any() || !bucket.has(tile)) return;
-    const float* const rows = units_.rows + (way == kOut ? units_.num_rows : 0) + row_;
-    const float* const columns = units_.columns + (way == kOut ? units_.num_columns : 0) + column_;
+    const int64_t to_way = way == kOut ? units_.to_out : 0;
+    const float* const rows = units_.rows + to_way + row_;
+    const float* const columns = units_.columns + to_way + column_;
 #pragma unroll
     for (int r = 0; r < kHalfRows; ++r) {
       const int first = bucket.index(tile, r);

@@ -39,7 +39,6 @@ std::string check(const SlotSpec& spec, size_t k) {
   if (spec.rotation < 0 || spec.rotation > 1) {
     return outside("rotation", k, spec.rotation, "0 or 1");
   }
-  if (spec.units < 0 || spec.units > 1) return outside("units", k, spec.units, "0 or 1");
   if (spec.number < 0 || spec.number > int64_t{UINT32_MAX}) {
     return outside("number", k, spec.number, "in [0, 2^32)");
   }

@@ -23,7 +23,6 @@ struct SlotSpec {
   int64_t rounding;      // a Rounding
   int64_t number;        // the leaf's number, which seeds its noise and its rotation
   int64_t rotation = 0;  // 0 or 1
-  int64_t units = 0;     // 0 or 1: whether the values are multiplied by units
   int64_t segment = 0;   // values for a bit of a record's mask; 0: a 16th of a bucket
 };
 

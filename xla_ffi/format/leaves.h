@@ -22,17 +22,17 @@ struct LeavesOut {
   const DType* dtype;
 };
 
-// The factors of a leaf's values: value i is multiplied by
-// rows[i / num_columns] * columns[i % num_columns]. Each array has two halves. The first half is
-// used before encoding, the second half after decoding.
+// Whether a step takes values into their units, before it encodes them, or out of them.
+enum Way { kIn, kOut };
+
+// The factors of a leaf's values: on the way in, value i is multiplied by
+// rows[i / num_columns] * columns[i % num_columns]. The factors on the way out lie `to_out` factors
+// after those on the way in.
 struct LeafUnits {
   const float* rows = nullptr;  // null: the leaf has none
   const float* columns = nullptr;
-  int64_t num_rows = 0, num_columns = 0;
+  int64_t num_columns = 0, to_out = 0;
 };
-
-// Which half of a leaf's units a step uses.
-enum Way { kIn, kOut };
 
 }  // namespace cgx
 

@@ -38,12 +38,12 @@ struct Operands {
     CGX_TRY(leaves.add(call, args, batch));
     return results.add(call, rets, batch);
   }
-  // Builds the layout of leaves like these, whose units are in `unit_operands`.
+  // Builds the layout of leaves like these, whose units are in `unit_operand`.
   ffi::Error build(const Leaves& like, const LayoutAttributes& attributes,
-                   const Leaves& unit_operands = {}) {
+                   const Leaves& unit_operand = {}) {
     Units first;
     CGX_TRY(build_layout(call, like.size, attributes, &owned));
-    CGX_TRY(first.add(call, like, unit_operands, attributes));
+    CGX_TRY(first.add(call, like, unit_operand, attributes));
     units_ = first.all(batch);
     from_ = leaves.pointers(batch), to_ = results.pointers(batch);
     return ffi::Error::Success();
@@ -179,7 +179,7 @@ class CodecCalls {
       all.batch = dims.size() == 3 && payload.element_count() > 0 ? dims[0] : 1;
       CGX_TRY(all.results.add(name, rets, all.batch));
       CGX_TRY(units.add(name, args, all.batch));
-      CGX_TRY(check_number(name, "units", args.size(), 2 * attributes.num_units()));
+      CGX_TRY(check_number(name, "units", args.size(), attributes.have_units()));
       CGX_TRY(all.build(all.results, attributes, units));
       CGX_TRY(all.check_rows("payload", payload, world));
       return Device::decode(device, all, payload.typed_data());

@@ -193,16 +193,15 @@ struct FusedAttributes {
 template <Collective kCollective>
 ffi::Error check_operands(const std::string& name, const Keys& keys, const Where& where,
                           const ffi::RemainingArgs& args, const FusedAttributes& given,
-                          const EngineSettings& settings, Leaves* leaves, Group* group,
-                          FusedSpec* spec) {
+                          const EngineSettings& settings, Leaves* leaves, Units* units,
+                          Group* group, FusedSpec* spec) {
   constexpr int64_t kKeys = has(kCollective, Phase::kScatter) ? 4 : 2;
   const LayoutAttributes attributes = given.layout<kCollective>(where.world);
-  Leaves unit_operands;
-  Units units;
+  Leaves unit_operand;
   CGX_TRY(leaves->add(name, args, 1));
-  CGX_TRY(split_units(name, attributes, leaves, &unit_operands));
+  CGX_TRY(split_units(name, attributes, leaves, &unit_operand));
   CGX_TRY(build_layout(name, leaves->size, attributes, &spec->owned));
-  CGX_TRY(units.add(name, *leaves, unit_operands, attributes));
+  CGX_TRY(units->add(name, *leaves, unit_operand, attributes));
   CGX_TRY(check_count(name, "keys", keys, kKeys));
   CGX_TRY(check_divisor(name, given.divisor));
   CGX_TRY(find_group(name, where, settings, group));
@@ -210,7 +209,7 @@ ffi::Error check_operands(const std::string& name, const Keys& keys, const Where
   spec->world = where.world;
   spec->in.assign(leaves->data.begin(), leaves->data.end());
   spec->dtypes = leaves->dtype;
-  spec->units = units.first;
+  spec->units = units->first;
   std::copy_n(keys.typed_data(), kKeys, spec->keys);
   spec->divisor = given.divisor;
   spec->rank = group->rank;
@@ -250,8 +249,9 @@ ffi::Future reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::Rema
         const auto spec = std::make_shared<FusedSpec>();
         const FusedAttributes given{slots, divisor, program};
         Leaves leaves, results, residuals;
+        Units units;
         CGX_TRY(check_operands<kCollective>(call, keys, {position, groups, world, channel}, args,
-                                            given, settings, &leaves, &prepared->group,
+                                            given, settings, &leaves, &units, &prepared->group,
                                             spec.get()));
         CGX_TRY(check_results<kCollective>(call, rets, leaves, given.layout<kCollective>(world),
                                            &results, &residuals));
@@ -266,8 +266,9 @@ ffi::Future reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::Rema
 
 // Lets a call use copies of its operands, and memory for its results, which outlive this program.
 template <Collective kCollective>
-std::shared_ptr<StartedCall> with_own_memory(const Leaves& leaves, const LayoutAttributes& given,
-                                             bool residuals, FusedSpec* spec) {
+std::shared_ptr<StartedCall> with_own_memory(const Leaves& leaves, const Units& units,
+                                             const LayoutAttributes& given, bool residuals,
+                                             FusedSpec* spec) {
   // The sums of a gather-sum may be wider than its leaves; those of an all-reduce take their place.
   constexpr bool kInPlace = kCollective == Collective::kAllReduce;
   const Leaves sums = sums_of<kCollective>(leaves, given);
@@ -279,9 +280,7 @@ std::shared_ptr<StartedCall> with_own_memory(const Leaves& leaves, const LayoutA
   for (size_t k = 0; k < count; ++k) sizes.push_back(bytes(leaves, k));
   for (size_t k = 0; k < count && !kInPlace; ++k) sizes.push_back(bytes(sums, k));
   for (size_t k = 0; k < count && residuals; ++k) sizes.push_back(bytes(leaves, k));
-  for (const LeafUnits& own : spec->units) {
-    for (const int64_t n : {own.num_rows, own.num_columns}) sizes.push_back(2 * n * sizeof(float));
-  }
+  sizes.push_back(2 * units.count * sizeof(float));
   const auto call = started_calls().make(sizes);
   const auto filled = [&](size_t i, const void* from) {
     if (sizes[i] > 0) memcpy(call->array(i), from, sizes[i]);
@@ -296,11 +295,11 @@ std::shared_ptr<StartedCall> with_own_memory(const Leaves& leaves, const LayoutA
   for (size_t k = 0; k < count; ++k) spec->out.push_back(result(next++));
   for (size_t k = 0; k < count && residuals; ++k) spec->residuals.push_back(result(next++));
   spec->out_dtypes = sums.dtype;
-  for (LeafUnits& own : spec->units) {  // null for a leaf without units
-    for (const float** array : {&own.rows, &own.columns}) {
-      const char* const own_array = filled(next++, *array);
-      if (*array != nullptr) *array = reinterpret_cast<const float*>(own_array);
-    }
+  const float* const numbers = reinterpret_cast<const float*>(filled(next, units.numbers));
+  for (LeafUnits& own : spec->units) {
+    if (own.rows == nullptr) continue;  // a leaf without units
+    own.rows = numbers + (own.rows - units.numbers);
+    own.columns = numbers + (own.columns - units.numbers);
   }
   return call;
 }
@@ -323,9 +322,11 @@ ffi::Error start(Keys keys, Ranks position, Keys ticket, ffi::RemainingArgs args
     const auto spec = std::make_shared<FusedSpec>();
     const FusedAttributes given{slots, divisor, program};
     Leaves leaves;
+    Units units;
     Prepared prepared;
     CGX_TRY(check_operands<kCollective>(call, keys, {position, groups, world, channel}, args, given,
-                                        engine->settings(), &leaves, &prepared.group, spec.get()));
+                                        engine->settings(), &leaves, &units, &prepared.group,
+                                        spec.get()));
     prepared.operand = ticket.typed_data(), prepared.result = out->typed_data();
     CGX_TRY(check_twins(call, run, channel, prepared));
     // The ranks agree on the lane, since they run the same programs.
@@ -335,8 +336,8 @@ ffi::Error start(Keys keys, Ranks position, Keys ticket, ffi::RemainingArgs args
     const int64_t lanes = num_lanes(engine->settings());
     const int64_t own = num_channels(engine->settings()) - lanes + lane.value() % lanes;
     spec->tag = static_cast<int>(own * kCallTags);
-    const auto started = with_own_memory<kCollective>(leaves, given.layout<kCollective>(world),
-                                                      residuals != 0, spec.get());
+    const auto started = with_own_memory<kCollective>(
+        leaves, units, given.layout<kCollective>(world), residuals != 0, spec.get());
     StartedCalls& calls = started_calls();
     const uint64_t known = number_of(ticket), id = known != 0 ? known : calls.new_ticket();
     calls.put(own, {id, number}, started);

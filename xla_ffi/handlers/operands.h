@@ -7,6 +7,7 @@
 #define CGX_HANDLERS_OPERANDS_H_
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "format/layout.h"
@@ -120,49 +121,51 @@ inline ffi::Error same_leaves(const std::string& call, const Leaves& in, const L
 
 // The units of all batch elements: one entry per leaf, with null arrays for a leaf without units.
 struct Units {
-  std::vector<LeafUnits> first;  // of batch element 0
+  std::vector<LeafUnits> first;    // of batch element 0; empty when no leaf has units
+  const float* numbers = nullptr;  // the array of all units, [batch,] 2 ways, `count`
+  int64_t count = 0;
 
-  // Takes two operands, rows and columns, for each leaf that has units.
-  ffi::Error add(const std::string& call, const Leaves& leaves, const Leaves& operands,
+  ffi::Error add(const std::string& call, const Leaves& leaves, const Leaves& operand,
                  const LayoutAttributes& attributes) {
-    if (operands.size.empty()) return ffi::Error::Success();
-    size_t next = 0;
+    if (operand.size.empty()) return ffi::Error::Success();
+    if (operand.dtype[0] != DType::kF32) return invalid(call, "dtype of the units is not f32");
+    if (operand.size[0] % 2 != 0) {
+      return invalid(call, "size of the units is " + std::to_string(operand.size[0]) +
+                               ", must be a multiple of 2: one half for each way");
+    }
+    numbers = reinterpret_cast<const float*>(operand.data[0]);
+    count = operand.size[0] / 2;
     for (size_t k = 0; k < leaves.size.size(); ++k) {
       LeafUnits& own = first.emplace_back();
       if (!attributes.has_units(k)) continue;
-      for (const char* what : {"rows", "columns"}) {
-        const std::string name = std::string(what) + " of the units of leaf " + std::to_string(k);
-        if (operands.dtype[next] != DType::kF32) {
-          return invalid(call, "dtype of the " + name + " is not f32");
-        }
-        const int64_t count = operands.size[next];
-        if (count % 2 != 0) {
-          return invalid(call, "size of the " + name + " is " + std::to_string(count) +
-                                   ", must be a multiple of 2: one half for each way");
-        }
-        const float* const data = reinterpret_cast<const float*>(operands.data[next++]);
-        (what[0] == 'r' ? own.rows : own.columns) = data;
-        (what[0] == 'r' ? own.num_rows : own.num_columns) = count / 2;
+      const auto [num_columns, rows, columns] = attributes.place(k);
+      const int64_t size = leaves.size[k], num_rows = num_columns > 0 ? size / num_columns : 0;
+      const auto lie_within = [&](int64_t begin, int64_t length) {
+        return begin >= 0 && length <= count && begin <= count - length;
+      };
+      if (num_columns <= 0 || num_rows * num_columns != size || !lie_within(rows, num_rows) ||
+          !lie_within(columns, num_columns)) {
+        return invalid(call, "units of leaf " + std::to_string(k) + " are rows of " +
+                                 std::to_string(num_columns) + " values, from " +
+                                 std::to_string(rows) + " and " + std::to_string(columns) + " of " +
+                                 std::to_string(count) + " on, which do not fit its " +
+                                 std::to_string(size) + " values");
       }
-      if (own.num_rows * own.num_columns != leaves.size[k]) {
-        return invalid(call, "units of leaf " + std::to_string(k) + " are " +
-                                 std::to_string(own.num_rows) + " rows by " +
-                                 std::to_string(own.num_columns) + " columns, expected " +
-                                 std::to_string(leaves.size[k]) + " in all");
+      own = {numbers + rows, numbers + columns, num_columns, count};
+      if (num_columns == 1 && size > 0) {  // one long row has the same products, and is faster
+        std::swap(own.rows, own.columns);
+        own.num_columns = num_rows;
       }
     }
     return ffi::Error::Success();
   }
-  // The units of every batch element; the leaf index varies fastest. Empty when no operand has
-  // units.
+  // The units of every batch element; the leaf index varies fastest.
   std::vector<LeafUnits> all(int64_t batch) const {
     std::vector<LeafUnits> out;
     out.reserve(batch * first.size());
     for (int64_t b = 0; b < batch; ++b) {
       for (LeafUnits own : first) {
-        if (own.rows != nullptr) {
-          own.rows += b * 2 * own.num_rows, own.columns += b * 2 * own.num_columns;
-        }
+        if (own.rows != nullptr) own.rows += b * 2 * count, own.columns += b * 2 * count;
         out.push_back(own);
       }
     }
@@ -170,16 +173,17 @@ struct Units {
   }
 };
 
-// Moves the last operands to `units`: two for each leaf whose attributes ask for units.
+// Moves the last operand, the array of all units, to `units` if a leaf has any.
 inline ffi::Error split_units(const std::string& call, const LayoutAttributes& attributes,
                               Leaves* operands, Leaves* units) {
   CGX_TRY(check_units(call, attributes));
-  const size_t wanted = 2 * attributes.num_units(), given = operands->size.size();
+  if (!attributes.have_units()) return ffi::Error::Success();
+  const size_t wanted = attributes.leaves() + 1, given = operands->size.size();
   if (given < wanted) {
     return invalid(call, "number of operands is " + std::to_string(given) + ", must be at least " +
-                             std::to_string(wanted) + ", the units");
+                             std::to_string(wanted) + ", the leaves and their units");
   }
-  return operands->split(call, given - wanted, units);
+  return operands->split(call, given - 1, units);
 }
 
 // Returns the leaves with the dtypes of their sums. That of a gather-sum is fp32 for a leaf that

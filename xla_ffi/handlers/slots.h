@@ -13,10 +13,15 @@
 
 namespace cgx {
 
-// How many numbers `slots` has per leaf: bits, bucket_size, rounding, number, rotation, units,
-// segment.
-// `Layout.attributes` in cgx_jax/kernels/wire.py writes them.
-constexpr size_t kSlotNumbers = 7;
+// How many numbers `slots` has per leaf: bits, bucket_size, rounding, number, rotation, segment,
+// and a UnitPlace. `Layout.attributes` in cgx_jax/kernels/wire.py writes them.
+constexpr size_t kSlotNumbers = 9;
+
+// Where a leaf's units lie in the array of all units, and how many values its rows have. A leaf
+// without units has rows of 0 values.
+struct UnitPlace {
+  int64_t num_columns, rows, columns;
+};
 
 struct LayoutAttributes {
   Ints slots;
@@ -27,14 +32,18 @@ struct LayoutAttributes {
   size_t leaves() const { return slots.size() / kSlotNumbers; }
   SlotSpec spec(size_t leaf, int64_t size) const {
     const int64_t* const own = slots.begin() + leaf * kSlotNumbers;
-    return {size, own[0], own[1], own[2], own[3], own[4], own[5], own[6]};
+    return {size, own[0], own[1], own[2], own[3], own[4], own[5]};
   }
-  bool has_units(size_t leaf) const { return spec(leaf, 0).units == 1; }
-  // The number of leaves that have units.
-  size_t num_units() const {
-    size_t count = 0;
-    for (size_t k = 0; k < leaves(); ++k) count += has_units(k);
-    return count;
+  UnitPlace place(size_t leaf) const {
+    const int64_t* const own = slots.begin() + leaf * kSlotNumbers + kSlotNumbers - 3;
+    return {own[0], own[1], own[2]};
+  }
+  bool has_units(size_t leaf) const { return place(leaf).num_columns != 0; }
+  // Whether any leaf has units: the call then has one more operand, the array of all units.
+  bool have_units() const {
+    bool any = false;
+    for (size_t k = 0; k < leaves(); ++k) any |= has_units(k);
+    return any;
   }
 };
 
@@ -42,15 +51,14 @@ struct LayoutAttributes {
 inline ffi::Error check_units(const std::string& call, const LayoutAttributes& attributes) {
   const int64_t longest = attributes.longest_in_units;
   for (size_t k = 0; k < attributes.leaves(); ++k) {
-    const SlotSpec spec = attributes.spec(k, 0);
-    if (spec.units != 0 && longest == 0) {
-      return invalid(call, "units of leaf " + std::to_string(k) + " is " +
-                               std::to_string(spec.units) +
-                               ", must be 0: this call takes no units");
+    if (!attributes.has_units(k)) continue;
+    if (longest == 0) {
+      return invalid(call, "leaf " + std::to_string(k) + " has units, but this call takes none");
     }
-    if (spec.units != 0 && spec.bucket_size > longest) {
+    const int64_t bucket_size = attributes.spec(k, 0).bucket_size;
+    if (bucket_size > longest) {
       return invalid(call, "bucket_size of leaf " + std::to_string(k) + " is " +
-                               std::to_string(spec.bucket_size) + ", must be at most " +
+                               std::to_string(bucket_size) + ", must be at most " +
                                std::to_string(longest) + " with units");
     }
   }

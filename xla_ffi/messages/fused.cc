@@ -22,7 +22,7 @@ Hello hello(const FusedSpec& spec, const Layout& layout, const Segments& segment
     plan.add(slot.segment);
     plan.add(slot.number);
     plan.add(static_cast<int>(spec.dtypes[k]));
-    plan.add(!spec.units.empty() && spec.units[k].num_rows > 0);
+    plan.add(!spec.units.empty() && spec.units[k].rows != nullptr);
   }
   uint32_t divisor;
   memcpy(&divisor, &spec.divisor, sizeof(divisor));

@@ -76,8 +76,8 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
     for (const auto& leaf : x.specs) {
       const int64_t rows = one_row ? 1 : leaf.size % 3 ? leaf.size : leaf.size / 3;
       const int64_t columns = one_row ? leaf.size : leaf.size % 3 ? 1 : 3;
-      arrays.emplace_back(2 * rows, 1.0f), arrays.emplace_back(2 * columns, 1.0f);
-      units.push_back({arrays[arrays.size() - 2].data(), arrays.back().data(), rows, columns});
+      const float* const ones = arrays.emplace_back(2 * (rows + columns), 1.0f).data();
+      units.push_back({ones, ones + rows, columns, rows + columns});
     }
     for (const auto& of : {layout, large}) {
       kernels.encode({of, x.in(), nontemporal.out(), key, -1, again.get(), own, units.data()}, 0,

@@ -85,18 +85,15 @@ struct LeavesUnits {
   LeavesUnits(const std::vector<cgx::SlotSpec>& specs, std::mt19937& rng) {
     std::normal_distribution<float> normal;
     const float extremes[] = {0.0f, INFINITY, NAN, 1e38f, -1e-40f};
-    const auto factors = [&](int64_t count) {
-      std::vector<float>& own = arrays.emplace_back(2 * count);
-      for (float& f : own) f = rng() % 997 ? normal(rng) : extremes[rng() % 5];
-      return own.data();
-    };
     for (const cgx::SlotSpec& spec : specs) {
       cgx::LeafUnits& own = leaves.emplace_back();
       if (rng() % 4 == 0 || spec.size == 0 || spec.bucket_size > cgx::kTileValues) continue;
       int64_t columns = rng() % 3 ? 1 + rng() % std::min<int64_t>(spec.size, 700) : spec.size;
       while (spec.size % columns != 0) --columns;
-      own.num_rows = spec.size / columns, own.num_columns = columns;
-      own.rows = factors(own.num_rows), own.columns = factors(own.num_columns);
+      const int64_t rows = spec.size / columns, count = rows + columns;
+      std::vector<float>& numbers = arrays.emplace_back(2 * count);
+      for (float& f : numbers) f = rng() % 997 ? normal(rng) : extremes[rng() % 5];
+      own = {numbers.data(), numbers.data() + rows, columns, count};
     }
   }
 };
@@ -211,7 +208,7 @@ std::vector<cgx::SlotSpec> of_sizes(const std::vector<int64_t>& sizes, int64_t b
   for (const int64_t size : sizes) {
     const int64_t number = static_cast<int64_t>(specs.size());
     const int64_t segment = segment_of(bucket, options.kind + number);
-    specs.push_back({size, bits, bucket, options.rounding, number, options.rotated, 0, segment});
+    specs.push_back({size, bits, bucket, options.rounding, number, options.rotated, segment});
   }
   return specs;
 }
@@ -251,7 +248,7 @@ void tables(std::mt19937& rng, int round) {
   std::vector<cgx::SlotSpec> many;
   for (int64_t k = 0; k < 3 * cgx::kFewPieces; ++k) {
     const int64_t bucket = 32 + 32 * (k % 3), segment = k % 5 == 0 ? 0 : segment_of(bucket, k / 5);
-    many.push_back({(37 * k) % 300, 1 + k % 8, bucket, k / 8 % 3, k, k % 7 == 0, 0, segment});
+    many.push_back({(37 * k) % 300, 1 + k % 8, bucket, k / 8 % 3, k, k % 7 == 0, segment});
   }
   for (const int64_t world : {1, 5, 64}) {
     compare({many, cgx::DType::kF32, world, 7.0f, false}, rng);
@@ -417,7 +414,7 @@ void large_offsets(int64_t rotation, int64_t segment) {
                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   };
   cgx::OwnedLayout owned;
-  check(owned.build({{size, 8, 512, 1, 0, rotation, 0, segment}}, 2).empty(),
+  check(owned.build({{size, 8, 512, 1, 0, rotation, segment}}, 2).empty(),
         "large offsets: layout");
   const cgx::Layout layout = owned.view();
   char *const x = reserve(bytes), *const y = reserve(bytes), *const z = reserve(bytes);

@@ -35,6 +35,7 @@ struct Case {
   bool aligned = true;
   float divisor = 3.0f;
   bool in_host = false;  // where the windows lie
+  bool in_units = false;
 };
 
 // A rank's leaves, each in a heap block of exactly its size.
@@ -95,11 +96,7 @@ struct Call {
   Call(const Case& given, uint32_t seed) : c(given) {
     std::mt19937 rng(seed);
     check(owned.build(c.specs, c.world).empty(), "layout");
-    const auto has_units = [](const cgx::SlotSpec& leaf) { return leaf.units != 0; };
-    const bool any = std::any_of(c.specs.begin(), c.specs.end(), has_units);
-    for (const auto& leaf : c.specs) {
-      if (any) units.push_back(leaf.units ? factors.of(leaf.size, rng) : cgx::LeafUnits{});
-    }
+    if (c.in_units) units = factors.of(c.specs, rng);
     for (int64_t r = 0; r < c.world; ++r) {
       in.emplace_back(c, &rng);
       out.emplace_back(c);
@@ -223,12 +220,13 @@ struct Node {
 };
 
 std::vector<cgx::SlotSpec> leaves(int64_t bits, int64_t bucket, int64_t rounding, int64_t rotation,
-                                  int64_t kind, int64_t units) {
+                                  int64_t kind) {
   const int64_t segment = segment_of(bucket, kind);
-  return {{7 * bucket + 33, bits, bucket, rounding, 0, rotation, units, segment},
-          {0, bits, bucket, rounding, 1, rotation, units, segment},
-          {3, bits, bucket, 0, 2, rotation},
-          {2 * bucket, bits % 8 + 1, bucket, rounding, 3, 1 - rotation, units, segment}};
+  return {{7 * bucket + 33, bits, bucket, rounding, 0, rotation, segment},
+          {3, bits, bucket, 0, 1, rotation},
+          {0, bits, bucket, rounding, 2, rotation, segment},
+          {3, bits, bucket, 0, 3, rotation},
+          {2 * bucket, bits % 8 + 1, bucket, rounding, 4, 1 - rotation, segment}};
 }
 
 void equals_the_steps() {
@@ -239,14 +237,14 @@ void equals_the_steps() {
         ++seed;
         const auto dtype = static_cast<cgx::DType>(seed % 3);
         const int64_t bucket = seed % 5 == 0 ? 1024 : 64;  // more or less than a tile
-        const int64_t units = seed % 7 % 2;
         const Case c{world,
-                     leaves(bits, bucket, seed % 3, seed / 2 % 2, seed / 4, units),
+                     leaves(bits, bucket, seed % 3, seed / 2 % 2, seed / 4),
                      dtype,
                      residual,
                      seed % 4 != 0,
                      static_cast<float>(1 + seed % 4),
-                     seed % 11 % 2 != 0};
+                     seed % 11 % 2 != 0,
+                     seed % 7 % 2 != 0};
         Call call(c, seed);
         Node node(call);
         node.put(call);
@@ -264,9 +262,11 @@ void any_number_of_pieces() {
     for (const int64_t world : {2, 8}) {
       std::vector<cgx::SlotSpec> specs;
       for (int64_t k = 0; k < count; ++k) {
-        specs.push_back({40 + k, 4, 64, k % 3, k, 0, world == 8 && k % 2});
+        specs.push_back({40 + k, 4, 64, k % 3, k});
       }
-      Call call({world, specs}, 7);
+      Case c{world, specs};
+      c.in_units = world == 8;
+      Call call(c, 7);
       Node node(call);
       const size_t launches = node.put(call);
       check(count == 16 || (launches > 1) == (count > 16), "pieces: launches");

@@ -27,15 +27,15 @@ void layouts() {
   check(!owned.build({{5, 4, 32, 0, 0}}, 0).empty(), "world 0 refused");
   check(!owned.build({{-1, 4, 32, 0, 0}}, 1).empty(), "negative size refused");
   for (const int64_t segment : {32, 35, 37, 50, 512, 10000}) {
-    check(owned.build({{5, 4, 512, 0, 0, 0, 0, segment}}, 1).empty(),
+    check(owned.build({{5, 4, 512, 0, 0, 0, segment}}, 1).empty(),
           "segment " + std::to_string(segment));
   }
   for (const int64_t segment :
        {int64_t{-1}, int64_t{1}, int64_t{31}, int64_t{34}, cgx::kMaxSize + 1}) {
-    check(!owned.build({{5, 4, 512, 0, 0, 0, 0, segment}}, 1).empty(),
+    check(!owned.build({{5, 4, 512, 0, 0, 0, segment}}, 1).empty(),
           "segment " + std::to_string(segment) + " refused");
   }
-  check(owned.build({{5, 4, 32, 0, 0, 0, 0, 2}}, 1).empty(), "segment 2 of a bucket of 32");
+  check(owned.build({{5, 4, 32, 0, 0, 0, 2}}, 1).empty(), "segment 2 of a bucket of 32");
   check(owned.build({{5, 4, 512, 0, 0, 1}, {5, 4, 64, 0, 0}}, 1).empty(), "no segment");
   check(owned.view().slots[0].segment == 32 && owned.view().slots[1].segment == 4,
         "a 16th of a bucket");

@@ -28,6 +28,7 @@ struct Leaves {
   std::vector<XLA_FFI_DataType> types;
   cgx::OwnedLayout owned;
   Ints slots;
+  int64_t units = 0;  // the length of the array of all units, one way
 
   Leaves(Random& random, int64_t batch, int64_t world, int64_t most, int64_t in_units)
       : batch(batch), world(world) {
@@ -35,13 +36,17 @@ struct Leaves {
       const int64_t bucket =
           random.chance(2) ? 512 : random.of<int64_t>({32, 64, 96, 256, 1024, kLongestBucket});
       specs.push_back({random.size(most), random.within(1, 8), bucket, random.below(3),
-                       random.below(5), random.below(2), bucket <= in_units ? random.below(2) : 0,
+                       random.below(5), random.below(2),
                        random.chance(2) ? some_segment(random, bucket) : 0});
       types.push_back(random.of({XLA_FFI_DataType_F32, XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
                                  XLA_FFI_DataType_F16}));
       const cgx::SlotSpec& own = specs.back();
-      for (const int64_t number : {own.bits, own.bucket_size, own.rounding, own.number,
-                                   own.rotation, own.units, own.segment}) {
+      for (const int64_t number :
+           {own.bits, own.bucket_size, own.rounding, own.number, own.rotation, own.segment}) {
+        slots.push_back(number);
+      }
+      const bool has_units = bucket <= in_units && own.size > 0 && random.chance(2);
+      for (const int64_t number : has_units ? place(random, own.size) : Ints{0, 0, 0}) {
         slots.push_back(number);
       }
     }
@@ -62,15 +67,7 @@ struct Leaves {
     for (size_t k = 0; k < specs.size(); ++k) call->ret(random, types[k], dims(k, rows));
   }
   void add_units(Random& random, Call* call) const {
-    for (const auto& leaf : specs) {
-      if (leaf.units == 0) continue;
-      int64_t rows = random.within(1, 20);
-      while (leaf.size % rows != 0) --rows;
-      if (random.chance(2)) rows = leaf.size / rows;
-      const int64_t columns = rows == 0 ? random.below(3) : leaf.size / rows;
-      call->arg(random, XLA_FFI_DataType_F32, {batch, 2, rows});
-      call->arg(random, XLA_FFI_DataType_F32, {batch, 2, columns});
-    }
+    if (units > 0) call->arg(random, XLA_FFI_DataType_F32, {batch, 2, units});
   }
   void add_attributes(Call* call) const {
     call->attributes["slots"] = slots;
@@ -78,6 +75,15 @@ struct Leaves {
   }
 
  private:
+  // Finds room for the units of a leaf, which may share some with another leaf.
+  Ints place(Random& random, int64_t size) {
+    int64_t rows = random.within(1, 20);
+    while (size % rows != 0) --rows;
+    if (random.chance(2)) rows = size / rows;
+    const int64_t first = random.below(units + 1), columns = size / rows;
+    units = std::max(units, first + rows + columns);
+    return {columns, first, first + rows};
+  }
   Ints dims(size_t k, int64_t rows) const { return {batch * rows, specs[k].size}; }
 };
 

@@ -65,11 +65,10 @@ void layout_case(Random& random) {
                       random.below(3),
                       random.below(10),
                       random.below(2),
-                      random.below(2),
                       random.chance(2) ? random.within(bucket / 15 + 1, cgx::kMaxSize) : 0};
     int64_t* const numbers[] = {&own.size,   &own.bits,     &own.bucket_size, &own.rounding,
-                                &own.number, &own.rotation, &own.units,       &own.segment};
-    if (hostile) *numbers[random.below(8)] = random.hostile();
+                                &own.number, &own.rotation, &own.segment};
+    if (hostile) *numbers[random.below(7)] = random.hostile();
     specs.push_back(own);
   }
   int64_t world = random.chance(16) ? random.within(1, 3000) : random.within(1, 9);

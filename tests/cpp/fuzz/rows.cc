@@ -78,10 +78,9 @@ void all_reduce(Random& random, const Manners& manners, cgx::BufferPool& buffers
     spec.out.push_back(arrays.of(random, leaves.back().size * cgx::item_size(sums)));
     if (residual) spec.residuals.push_back(arrays.of(random, bytes));
     if (!units) continue;
-    leaves.back().units = 1;
-    const int64_t rows = leaves.back().size;
-    spec.units.push_back({reinterpret_cast<float*>(arrays.of(random, 8 * rows)),
-                          reinterpret_cast<float*>(arrays.of(random, 8)), rows, 1});
+    const int64_t columns = leaves.back().size, count = 1 + columns;
+    const float* const numbers = reinterpret_cast<float*>(arrays.of(random, 8 * count));
+    spec.units.push_back({numbers, numbers + 1, columns, count});
   }
   if (const std::string error = spec.owned.build(leaves, gathers ? 1 : world); !error.empty())
     fail(error);

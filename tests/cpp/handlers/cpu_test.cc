@@ -67,14 +67,14 @@ const struct {
     {"cgx_decode",
      [](Frame* f) {
        f->arg(kU8, nullptr, {kHuge, 1, 0}).ret(kF32, nullptr, {kHuge, 0});
-       f->attr("slots", std::vector<int64_t>{4, 64, 0, 0, 0, 0, 0}).attr("world", int64_t{1});
+       f->attr("slots", std::vector<int64_t>{4, 64, 0, 0, 0, 0, 0, 0, 0}).attr("world", int64_t{1});
      },
      ""},
     {"cgx_accumulate",
      [](Frame* f) {
        f->arg(kS32, ranks, {2}).arg(kU8, nullptr, {kHuge, 0}).arg(kF32, nullptr, {2, 0});
        f->ret(kF32, nullptr, {2, 0}).attr("divisor", 1.0f);
-       f->attr("slots", std::vector<int64_t>{4, 64, 0, 0, 0, 0, 0}).attr("world", int64_t{1});
+       f->attr("slots", std::vector<int64_t>{4, 64, 0, 0, 0, 0, 0, 0, 0}).attr("world", int64_t{1});
      },
      "number of rows of payload is 4611686018427387904, must be in [1, 2^20]"},
     {"cgx_find_nonfinite", [](Frame* f) { f->ret(kS32, nullptr, {kHuge, 0, 2}); }, ""},

@@ -21,10 +21,10 @@ constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation
                   kSlotSegment = 7;
 constexpr int64_t kNearest = 0, kCorrelated = 2;
 
-void with_layout(Frame& frame, int64_t rounding, int64_t bits = kBits, int64_t units = 0) {
+void with_layout(Frame& frame, int64_t rounding, int64_t bits = kBits, int64_t columns = 0) {
   frame
-      .attr("slots",
-            std::vector<int64_t>{bits, kBucket, rounding, 0, kRotation, units, kSlotSegment})
+      .attr("slots", std::vector<int64_t>{bits, kBucket, rounding, 0, kRotation, kSlotSegment,
+                                          columns, 0, 0})
       .attr("world", kWorld);
 }
 
@@ -37,7 +37,7 @@ void codec() {
     if (i / 30 % 3 == 0) x[i] = 0;
   }
   cgx::OwnedLayout owned;
-  check(owned.build({{kValues, kBits, kBucket, kCorrelated, 0, kRotation, 0, kSlotSegment}}, kWorld)
+  check(owned.build({{kValues, kBits, kBucket, kCorrelated, 0, kRotation, kSlotSegment}}, kWorld)
             .empty(),
         "codec: layout");
   const cgx::Layout layout = owned.view();
@@ -52,13 +52,13 @@ void codec() {
   cpu.encode({layout, {&in, &dtype}, {}, key, rank, expected.data(), scratch.data()}, 0,
              layout.total_bytes());
   XLA_FFI_InvokeContext context;
-  const auto encode = [&](XLA_FFI_DataType type, int64_t bytes, int64_t bits, int64_t units = 0) {
+  const auto encode = [&](XLA_FFI_DataType type, int64_t bytes, int64_t bits, int64_t columns = 0) {
     Frame frame;
     frame.arg(XLA_FFI_DataType_U32, key, {2})
         .arg(XLA_FFI_DataType_S32, &rank, {})
         .arg(type, x.data(), {kValues})
         .ret(XLA_FFI_DataType_U8, payload.data(), {kWorld, bytes});
-    with_layout(frame, kCorrelated, bits, units);
+    with_layout(frame, kCorrelated, bits, columns);
     return frame.call(handler_of(cgx::cuda_handlers(), "cgx_encode"),
                       XLA_FFI_ExecutionStage_EXECUTE, &context);
   };
@@ -71,26 +71,25 @@ void codec() {
   check(has(encode(XLA_FFI_DataType_F32, row, 9), "bits of leaf 0 is 9, must be in [1, 8]"),
         "codec: nine bits are refused");
   check(has(encode(XLA_FFI_DataType_F32, row, kBits, 1),
-            "cgx_encode: number of operands is 1, must be at least 2, the units"),
+            "cgx_encode: number of operands is 1, must be at least 2, the leaves and their units"),
         "codec: missing units are refused");
-  std::vector<float> rows(2 * 20), columns(2 * 50);
-  for (float& f : rows) f = normal(rng);
-  for (float& f : columns) f = normal(rng);
+  constexpr int64_t kRows = 20, kColumns = 50, kCount = kRows + kColumns;
+  std::vector<float> factors(2 * kCount);
+  for (float& f : factors) f = normal(rng);
   const auto encode_in_units = [&](int64_t bucket) {
     Frame frame;
     frame.arg(XLA_FFI_DataType_U32, key, {2})
         .arg(XLA_FFI_DataType_S32, &rank, {})
         .arg(XLA_FFI_DataType_F32, x.data(), {kValues})
-        .arg(XLA_FFI_DataType_F32, rows.data(), {2, 20})
-        .arg(XLA_FFI_DataType_F32, columns.data(), {2, 50})
+        .arg(XLA_FFI_DataType_F32, factors.data(), {2, kCount})
         .ret(XLA_FFI_DataType_U8, payload.data(), {kWorld, row})
-        .attr("slots",
-              std::vector<int64_t>{kBits, bucket, kCorrelated, 0, kRotation, 1, kSlotSegment})
+        .attr("slots", std::vector<int64_t>{kBits, bucket, kCorrelated, 0, kRotation, kSlotSegment,
+                                            kColumns, 0, kRows})
         .attr("world", kWorld);
     return frame.call(handler_of(cgx::cuda_handlers(), "cgx_encode"),
                       XLA_FFI_ExecutionStage_EXECUTE, &context);
   };
-  const cgx::LeafUnits units{rows.data(), columns.data(), 20, 50};
+  const cgx::LeafUnits units{factors.data(), factors.data() + kRows, kColumns, kCount};
   Bytes in_units(kWorld * row);
   cpu.encode({layout, {&in, &dtype}, {}, key, rank, in_units.data(), scratch.data(), &units}, 0,
              layout.total_bytes());

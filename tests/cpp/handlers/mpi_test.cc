@@ -42,14 +42,20 @@ std::string call(Frame& frame, const std::string& target) {
                     &context);
 }
 
+// Either way, a row's unit is 1/2 and a column's 2.
+std::vector<float> some_units() {
+  std::vector<float> units(2 * (kRows + kColumns), 2.0f);
+  for (int64_t i = 0; i < kRows; ++i) units[i] = units[kRows + kColumns + i] = 0.5f;
+  return units;
+}
+
 // The operands that a call, its start and its finish have in common. A second leaf has units.
 struct Sum {
   const int64_t leaves;
   const uint32_t keys[4] = {1, 2, 3, 4};
   const int32_t position = 0;
   std::vector<float> in = std::vector<float>(kSize, 0.5f);
-  const std::vector<float> rows = std::vector<float>(2 * kRows, 0.5f);
-  const std::vector<float> columns = std::vector<float>(2 * kColumns, 2.0f);
+  const std::vector<float> units = some_units();
 
   Frame frame(const uint32_t* ticket, int64_t channel = 1) const {
     Frame frame;
@@ -58,15 +64,12 @@ struct Sum {
     std::vector<int64_t> slots;
     for (int64_t k = 0; k < leaves; ++k) {
       frame.arg(XLA_FFI_DataType_F32, in.data(), {kSize});
-      for (const int64_t number :
-           {int64_t{4}, int64_t{512}, int64_t{0}, k, int64_t{0}, k, int64_t{0}}) {
+      for (const int64_t number : {int64_t{4}, int64_t{512}, int64_t{0}, k, int64_t{0}, int64_t{0},
+                                   k * kColumns, int64_t{0}, k * kRows}) {
         slots.push_back(number);
       }
     }
-    if (leaves > 1) {
-      frame.arg(XLA_FFI_DataType_F32, rows.data(), {2, kRows})
-          .arg(XLA_FFI_DataType_F32, columns.data(), {2, kColumns});
-    }
+    if (leaves > 1) frame.arg(XLA_FFI_DataType_F32, units.data(), {2, kRows + kColumns});
     frame.attr("slots", slots)
         .attr("world", int64_t{1})
         .attr("divisor", 2.0f)

@@ -114,7 +114,7 @@ constexpr int64_t kSegment = 100;
 
 // The bytes that the call's payloads need.
 int64_t payload_bytes(const Fused& call) {
-  const cgx::SlotSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation, 0, kSlotSegment};
+  const cgx::SlotSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation, kSlotSegment};
   const bool whole = call.collective == cgx::Collective::kAllReduce;
   cgx::OwnedLayout owned;
   check(owned.build(std::vector<cgx::SlotSpec>(whole ? 1 : kWorld, leaf), kWorld).empty(),
@@ -139,20 +139,20 @@ struct Options {
   float divisor = 1;
 };
 
-// The units of the leaf: 20 rows by 50 columns.
+// The units of the leaf: 20 rows by 50 columns, with the columns first.
 struct Factors {
-  std::vector<float> rows = std::vector<float>(2 * 20), columns = std::vector<float>(2 * 50);
+  static constexpr int64_t kRows = 20, kColumns = 50, kCount = kRows + kColumns;
+  std::vector<float> numbers = std::vector<float>(2 * kCount);
 
   Factors() {
-    for (auto* both : {&rows, &columns}) {
-      const size_t count = both->size() / 2;
-      for (size_t i = 0; i < count; ++i) {
-        (*both)[count + i] = 1 + static_cast<float>(i) / 7;
-        (*both)[i] = 1 / (*both)[count + i];
-      }
+    for (int64_t i = 0; i < kCount; ++i) {
+      numbers[kCount + i] = 1 + static_cast<float>(i % kColumns) / 7;
+      numbers[i] = 1 / numbers[kCount + i];
     }
   }
-  cgx::LeafUnits view() const { return {rows.data(), columns.data(), 20, 50}; }
+  cgx::LeafUnits view() const {
+    return {numbers.data() + kColumns, numbers.data(), kColumns, kCount};
+  }
 };
 const Factors factors;
 
@@ -230,8 +230,7 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
     frame.arg(XLA_FFI_DataType_U32, keys, {call.keys})
         .arg(XLA_FFI_DataType_F32, in[r].data(), {call.rows_in, kValues});
     if (options.units) {
-      frame.arg(XLA_FFI_DataType_F32, factors.rows.data(), {2, 20})
-          .arg(XLA_FFI_DataType_F32, factors.columns.data(), {2, 50});
+      frame.arg(XLA_FFI_DataType_F32, factors.numbers.data(), {2, Factors::kCount});
     }
     frame.ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues});
     if (call.residual) frame.ret(XLA_FFI_DataType_F32, lost[r].data(), {kValues});
@@ -241,8 +240,10 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
         .attr("segment_bytes", kSegment)
         .attr("streams", options.streams)
         .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
-    std::vector<int64_t> slots = {kBits,     options.bucket, kNearest,    0,
-                                  kRotation, options.units,  kSlotSegment};
+    std::vector<int64_t> slots = {kBits, options.bucket, kNearest, 0, kRotation, kSlotSegment};
+    for (const int64_t place : {Factors::kColumns, Factors::kColumns, int64_t{0}}) {
+      slots.push_back(options.units ? place : 0);
+    }
     if (!options.slots) slots.clear();
     frame.attr("slots", slots).attr("world", options.world);
   }
@@ -283,9 +284,8 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
 std::vector<float> received(const std::vector<const float*>& rows, bool sums = true,
                             const cgx::LeafUnits* units = nullptr) {
   cgx::OwnedLayout owned;
-  check(
-      owned.build({{kValues, kBits, kBucket, kNearest, 0, kRotation, 0, kSlotSegment}}, 1).empty(),
-      "fused: layout");
+  check(owned.build({{kValues, kBits, kBucket, kNearest, 0, kRotation, kSlotSegment}}, 1).empty(),
+        "fused: layout");
   const cgx::Layout layout = owned.view();
   const cgx::DType dtype = cgx::DType::kF32;
   const uint32_t key[2] = {0, 0};
@@ -366,7 +366,7 @@ void units() {
     check(out[0] == out[1] && out != plain, std::string(call->name) + ": units count");
   }
   for (const Fused* call : {&kFused[1], &kFused[2]}) {
-    check(has(fused(*call, options, &out), "units of leaf 0 is 1, must be 0"),
+    check(has(fused(*call, options, &out), "leaf 0 has units, but this call takes none"),
           std::string(call->name) + " takes no units");
   }
   options.bucket = 1024;
@@ -374,7 +374,7 @@ void units() {
         "fused: long buckets in units");
   options = {};
   options.slots = false;
-  check(has(fused(kFused[4], options, &out), "length of slots is 0, expected 7"),
+  check(has(fused(kFused[4], options, &out), "length of slots is 0, expected 9"),
         "fused: slots of fewer leaves");
 }
 

@@ -125,11 +125,11 @@ std::string call(Ranks& ranks, const Options& options) {
   for (int64_t i = 0; i < options.values; ++i) in[i] = static_cast<float>(i % 16);
   const uint32_t keys[4] = {1, 2, 3, 4};
   // Powers of two are exact.
-  const std::vector<float> rows = {4.0f, 0.25f};
-  std::vector<float> columns(2 * options.values);
-  for (int64_t i = 0; i < options.values; ++i) {
-    columns[i] = 2.0f, columns[options.values + i] = 0.5f;
-  }
+  const int64_t count = 1 + options.values;  // a row's unit, and those of the columns
+  std::vector<float> units(2 * count, 2.0f);
+  std::fill(units.begin() + count, units.end(), 0.5f);
+  units[0] = 4.0f, units[count] = 0.25f;
+  const int64_t columns = options.units ? options.values : 0;
   std::vector<std::vector<float>> out(kWorld, std::vector<float>(options.values, NAN)), lost = out;
   std::vector<Frame> frames(kWorld);
   for (int r = 0; r < kWorld; ++r) {
@@ -137,9 +137,7 @@ std::string call(Ranks& ranks, const Options& options) {
         .arg(XLA_FFI_DataType_U32, keys, {options.keys})
         .arg(XLA_FFI_DataType_F32, in.data(), {options.values});
     if (options.units) {
-      frames[r]
-          .arg(XLA_FFI_DataType_F32, rows.data(), {2, 1})
-          .arg(XLA_FFI_DataType_F32, columns.data(), {2, options.values});
+      frames[r].arg(XLA_FFI_DataType_F32, units.data(), {2, count});
     }
     frames[r].ret(XLA_FFI_DataType_F32, out[r].data(), {options.values + options.more_out});
     if (options.residual) frames[r].ret(XLA_FFI_DataType_F32, lost[r].data(), {options.values});
@@ -148,7 +146,7 @@ std::string call(Ranks& ranks, const Options& options) {
         .attr("groups", std::vector<int64_t>{0, 1})
         .attr("in_host", options.in_host)
         .attr("name", "psum_compressed(exchange='peer') over axis 'data'")
-        .attr("slots", std::vector<int64_t>{4, kBucket, 0, 0, 0, options.units, 0})
+        .attr("slots", std::vector<int64_t>{4, kBucket, 0, 0, 0, 0, columns, 0, options.units})
         .attr("timeout_ms", options.timeout_ms)
         .attr("world", int64_t{kWorld});
   }

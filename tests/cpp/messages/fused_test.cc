@@ -70,7 +70,7 @@ struct Job {
     std::vector<cgx::LeafUnits> all(test.units ? test.leaves.size() : 0);
     for (size_t k = 0; k < all.size(); ++k) {
       if (!test.in_units(k)) continue;
-      all[k] = {factors.data(), factors.data(), test.leaves[k].size, 1};
+      all[k] = {factors.data(), factors.data(), 1, test.leaves[k].size};
     }
     return all;
   }
@@ -351,7 +351,7 @@ void sweep(Collective collective, const std::vector<int64_t>& worlds, uint32_t s
                     {0, bits, 32, 0, 1},
                     {1, 8, 32, 0, 2},
                     {4097, 3, 96, 1, 3},
-                    {1300, bits, 256, bits == 1 ? 0 : 2, 4, 1, 0, bits == 4 ? 0 : 20}};
+                    {1300, bits, 256, bits == 1 ? 0 : 2, 4, 1, bits == 4 ? 0 : 20}};
         run({c},
             name + "world " + std::to_string(world) + " segment " + std::to_string(segment) +
                 " bits " + std::to_string(bits),

@@ -42,8 +42,9 @@ void multiplies_by_units() {
     }
     for (const auto dtype : {cgx::DType::kF32, cgx::DType::kBF16, cgx::DType::kF16}) {
       for (const int64_t rounding : {0, 1, 2}) {
-        const auto specs = leaves(collective, rounding, /*units=*/true);
-        const Problem problem(collective, specs, 3, 3.0f, residual, dtype);
+        const auto specs = leaves(collective, rounding, /*rotated=*/true);
+        const Problem problem(collective, specs, 3, 3.0f, residual, dtype, /*zeros=*/true,
+                              /*in_units=*/true);
         for (const int64_t segment_bytes : {40, 1 << 20}) {
           check(bool(outcome(problem, {segment_bytes})),
                 name + " in units of dtype " + std::to_string(static_cast<int>(dtype)) +

@@ -45,7 +45,7 @@ struct Problem {
 
   Problem(cgx::Collective collective, std::vector<cgx::SlotSpec> leaves, int64_t world,
           float divisor, bool residual = false, cgx::DType dtype = cgx::DType::kF32,
-          bool zeros = true)
+          bool zeros = true, bool in_units = false)
       : collective(collective),
         residual(residual),
         world(world),
@@ -60,13 +60,12 @@ struct Problem {
     for (int64_t r = 0; r < rows; ++r) all.insert(all.end(), specs.begin(), specs.end());
     dtypes.assign(all.size(), dtype);
     sums = dtypes;
-    const bool in_units =
-        std::any_of(all.begin(), all.end(), [](const cgx::SlotSpec& leaf) { return leaf.units; });
-    for (size_t k = 0; k < all.size() && in_units; ++k) {
-      units.push_back(all[k].units ? factors.of(all[k].size, rng) : cgx::LeafUnits{});
-      // Every row is the same leaf.
-      if (k >= specs.size()) units[k] = units[k - specs.size()];
-      if (collective == cgx::Collective::kGatherSum && all[k].units) sums[k] = cgx::DType::kF32;
+    if (in_units) {
+      const auto once = factors.of(specs, rng);
+      for (int64_t r = 0; r < rows; ++r) units.insert(units.end(), once.begin(), once.end());
+    }
+    for (size_t k = 0; k < units.size(); ++k) {
+      if (collective == cgx::Collective::kGatherSum && units[k].rows) sums[k] = cgx::DType::kF32;
     }
     for (int64_t r = 0; r < world; ++r) {
       in.emplace_back();
@@ -367,14 +366,14 @@ const struct {
                     {cgx::Collective::kGatherSum, "gather-sum", false},
                     {cgx::Collective::kGatherSum, "gather-sum with residuals", true}};
 
-// Test leaves, two of which may have units. They are shorter for the collectives other than
+// Test leaves. They are shorter for the collectives other than
 // all-reduce, which have them once per rank.
 std::vector<cgx::SlotSpec> leaves(cgx::Collective collective, int64_t rounding,
-                                  bool units = false) {
+                                  bool rotated = false) {
   const int64_t size = collective == cgx::Collective::kAllReduce ? 777 : 177;
-  return {{size + 223, 4, 64, rounding, 0, units, units},
+  return {{size + 223, 4, 64, rounding, 0, rotated},
           {3, 8, 32, 0, 1, 1},
-          {size, 3, 96, rounding, 2, 0, units, 9}};
+          {size, 3, 96, rounding, 2, 0, 9}};
 }
 
 }  // namespace
