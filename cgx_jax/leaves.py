@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -108,7 +109,15 @@ def dimensions_of(caller: str, argument: str, given: Dimensions, tree: Pytree) -
     if callable(given) and jax.tree_util.all_leaves([given]):
         found = [given(path) for path in paths]
     else:
-        found = _expanded(caller, argument, given, tree, paths)
+        try:
+            found = expanded(given, tree)
+        except ValueError as error:
+            ours = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(given)[0]]
+            reason = _difference(ours, paths) or str(error)
+            raise ValueError(
+                f"{caller}: {argument} does not fit the tree: {reason}. Pass an int for each leaf "
+                "in a tree of the same structure, or one int for all leaves."
+            ) from None
     for path, dimension in zip(paths, found, strict=True):
         if not isinstance(dimension, int | np.integer) or isinstance(dimension, bool):
             raise TypeError(
@@ -118,27 +127,25 @@ def dimensions_of(caller: str, argument: str, given: Dimensions, tree: Pytree) -
     return [int(dimension) for dimension in found]
 
 
-def _expanded(
-    caller: str, argument: str, given: Pytree, tree: Pytree, paths: list[str]
+def expanded(
+    prefix: Pytree, tree: Pytree, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[Any]:
-    """Expands a prefix of `tree` to an entry for each of its leaves, which have these `paths`."""
-    found: list[Any] = []
-    try:
-        jax.tree.map(lambda x, part: found.extend([x] * len(jax.tree.leaves(part))), given, tree)
-    except ValueError as error:
-        ours = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(given)[0]]
-        missing = [p for p in paths if not any(_covers(own, p) for own in ours)]
-        unknown = [own for own in ours if not any(_covers(own, p) for p in paths)]
-        reason = str(error)
-        if missing:
-            reason = f"it has no int for leaf {missing[0]!r}"
-        elif unknown:
-            reason = f"it has an int for {unknown[0]!r}, which is no leaf"
-        raise ValueError(
-            f"{caller}: {argument} does not fit the tree: {reason}. Pass an int for each leaf in a "
-            "tree of the same structure, or one int for all leaves."
-        ) from None
-    return found
+    """Returns the entry of a prefix tree for each leaf of `tree`; raises ValueError if it is none.
+
+    `is_leaf` is that of `jax.tree.map`.
+    """
+    treedef: jax.tree_util.PyTreeDef = jax.tree.structure(tree)
+    entries: list[Any] = treedef.flatten_up_to(jax.tree.broadcast(prefix, tree, is_leaf))
+    return entries
+
+
+def _difference(ours: list[str], paths: list[str]) -> str | None:
+    """Returns how a tree of ints with `ours` paths is no prefix of one with these `paths`."""
+    if missing := [p for p in paths if not any(_covers(own, p) for own in ours)]:
+        return f"it has no int for leaf {missing[0]!r}"
+    if unknown := [own for own in ours if not any(_covers(own, p) for p in paths)]:
+        return f"it has an int for {unknown[0]!r}, which is no leaf"
+    return None
 
 
 def _covers(own: str, path: str) -> bool:

@@ -26,7 +26,7 @@ from cgx_jax.choice import auto
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
-from cgx_jax.leaves import leaves_of, operand_of
+from cgx_jax.leaves import expanded, leaves_of, operand_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
@@ -348,17 +348,12 @@ def _specs(tree: Pytree, shardings: Pytree) -> list[PartitionSpec]:
                 f"{given!r}; pass a PartitionSpec or a NamedSharding, or a prefix tree of them."
             )
     try:
-        parts = jax.tree.map(
-            lambda s, sub: [s] * len(jax.tree.leaves(sub)), shardings, tree, is_leaf=_is_spec
-        )
+        found = expanded(shardings, tree, _is_spec)
     except ValueError as error:
         raise ValueError(
             f"{_NAME}: shardings are no prefix of the tree; give every leaf or subtree a "
             f"PartitionSpec, P() where it is replicated. {error}"
         ) from None
-    found = [
-        s for part in jax.tree.leaves(parts, is_leaf=lambda p: isinstance(p, list)) for s in part
-    ]
     for leaf, x, given in zip(leaves_of(tree), jax.tree.leaves(tree), found, strict=True):
         _check_mesh(operand_of(_NAME, leaf.path), x, given)
     return [s.spec if isinstance(s, NamedSharding) else s for s in found]

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_jax._types import Pytree, Shaped
+from cgx_jax.leaves import expanded
 from cgx_jax.transforms.inner_axes import written
 
 CALLER = "value_and_grad"
@@ -148,17 +149,10 @@ def arguments_of(
 
 def broadcast(prefix: Pytree, tree: Pytree, where: str) -> list[Any]:
     """Expands a prefix tree of specs to one entry per leaf of `tree`."""
-    entries: list[Any] = []
-
-    def extend(spec: Any, part: Any) -> None:
-        entries.extend([spec] * len(jax.tree.leaves(part)))
-
-    is_spec = lambda s: s is None or isinstance(s, (str, PartitionSpec))  # noqa: E731
     try:
-        jax.tree.map(extend, prefix, tree, is_leaf=is_spec)
+        return expanded(prefix, tree, lambda s: s is None or isinstance(s, (str, PartitionSpec)))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{CALLER}: {where}: {error}") from None
-    return entries
 
 
 @dataclasses.dataclass(frozen=True)
