@@ -1,6 +1,5 @@
 """Policies: which compressor each leaf takes, by rules or by what the gradients look like."""
 
-from cgx_jax.policies.accordion import Accordion as Accordion
 from cgx_jax.policies.adaptive import Adaptive as Adaptive
 from cgx_jax.policies.bayesian import Bayesian as Bayesian
 from cgx_jax.policies.least_time import LeastTime as LeastTime
@@ -9,6 +8,7 @@ from cgx_jax.policies.rules import Policy as Policy
 from cgx_jax.policies.rules import Rule as Rule
 from cgx_jax.policies.rules import Rules as Rules
 from cgx_jax.policies.rules import Uniform as Uniform
+from cgx_jax.policies.solvers import Accordion as Accordion
 from cgx_jax.policies.solvers import KMeans as KMeans
 from cgx_jax.policies.solvers import LeastBytes as LeastBytes
 from cgx_jax.policies.solvers import LeastError as LeastError

@@ -8,14 +8,8 @@ import numpy as np
 
 from cgx_jax.arguments import store_whole
 from cgx_jax.policies import knapsack
-from cgx_jax.policies.problem import Problem, of_width
-from cgx_jax.policies.solvers import (
-    Solver,
-    candidates,
-    check_constraint,
-    check_range,
-    error_limit,
-)
+from cgx_jax.policies.problem import Problem
+from cgx_jax.policies.solvers import Bounded, store_range, widths
 
 BATCH = 16  # choices tried with one surrogate
 POOL = 512  # choices from which the surrogate picks a batch
@@ -26,7 +20,7 @@ DECIMALS = 9
 
 
 @dataclasses.dataclass(frozen=True)
-class Bayesian(Solver):
+class Bayesian(Bounded):
     """Fewest bytes that a surrogate search finds under the error constraint of `LeastBytes`.
 
     Candidates are those from the first of width `least` to the last of width `most`. The search
@@ -50,21 +44,21 @@ class Bayesian(Solver):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_range(self)
-        check_constraint(self)
+        store_range(self)
+        super().__post_init__()
         store_whole(self, "trials", 1)
         store_whole(self, "seed", 0)
 
     def check(self, bits: np.ndarray) -> None:
-        candidates(self, bits)
-        of_width("Bayesian", "uniform_bits", self.uniform_bits, bits)
+        widths(self, bits)
+        super().check(bits)
 
     def solve(self, problem: Problem) -> np.ndarray:
-        allowed = candidates(self, problem.bits)
+        allowed = widths(self, problem.bits)
         # Leaves are sorted by their numbers, so that the tree's order does not matter.
         order = np.lexsort((*problem.error.T, problem.norm, problem.values))
         nbytes, error = problem.nbytes[order, allowed], problem.error[order, allowed]
-        limit, (leaves, count) = error_limit(self, problem, error), error.shape
+        limit, (leaves, count) = self.limit(problem, error), error.shape
         rng = np.random.default_rng(self.seed)
 
         tried = np.vstack([np.repeat(np.arange(count)[:, None], leaves, 1), error.argmin(axis=1)])

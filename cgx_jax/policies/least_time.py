@@ -12,18 +12,14 @@ from cgx_jax.choice import auto
 from cgx_jax.choice.profile import METHODS, Profile
 from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.policies import knapsack
-from cgx_jax.policies.problem import Problem, of_width
-from cgx_jax.policies.solvers import (
-    Solver,
-    check_constraint,
-    error_limit,
-)
+from cgx_jax.policies.problem import Problem
+from cgx_jax.policies.solvers import Bounded
 
 EXACT_BITS = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class LeastTime(Solver):
+class LeastTime(Bounded):
     """Least predicted time of the reduction, with the error constraint of `LeastBytes`.
 
     Measurements cannot tell apart choices whose times are within 5 % of the least. Of these choices
@@ -55,14 +51,11 @@ class LeastTime(Solver):
                 f"LeastTime: profile={self.profile!r} is not a Profile, the source of its times; "
                 "pass what cgx_jax.tune or use_profile returns, or use LeastBytes()."
             )
-        check_constraint(self)
+        super().__post_init__()
         store_whole(self, "fusion_bytes", 4)
 
-    def check(self, bits: np.ndarray) -> None:
-        of_width("LeastTime", "uniform_bits", self.uniform_bits, bits)
-
     def solve(self, problem: Problem) -> np.ndarray:
-        limit = error_limit(self, problem, problem.error)
+        limit = self.limit(problem, problem.error)
         seconds = self.seconds(problem)
         fastest = knapsack.minimise(seconds, problem.error, limit)
         enough = knapsack.total(seconds, fastest) / (1 - auto.LEAST_GAIN)

@@ -83,21 +83,3 @@ class Problem:
                 f"Problem: bits={self.bits.tolist()} must be widths of 1 or more, ascending; sort "
                 "the candidates by width."
             )
-
-    def candidate(self, caller: str, name: str, bits: int) -> int:
-        """The index of the first candidate of width `bits`; raises ValueError without any."""
-        return of_width(caller, name, bits, self.bits)[0]
-
-
-def of_width(caller: str, name: str, value: int, bits: np.ndarray) -> list[int]:
-    """Indices of the candidates of width `value`; raises ValueError when there is none.
-
-    `bits` are the widths of all candidates, and `name` is the option that asks for this one.
-    """
-    found = np.flatnonzero(bits == value).tolist()
-    if not found:
-        raise ValueError(
-            f"{caller}: {name}={value} is not among the candidates, which have {bits.tolist()} "
-            "bits; pass one of these, or add the candidate."
-        )
-    return found

@@ -12,7 +12,7 @@ import numpy as np
 
 from cgx_jax.arguments import store_whole
 from cgx_jax.policies import knapsack
-from cgx_jax.policies.problem import Problem, of_width
+from cgx_jax.policies.problem import Problem
 
 CLUSTER_STEPS = 100  # more than it takes
 
@@ -37,7 +37,34 @@ class Solver(abc.ABC):
         return
 
 
-def check_range(solver: Any) -> None:
+def check_positive(caller: str, name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a finite number above 0."""
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{caller}: {name}={value!r} is not a finite number above 0.")
+
+
+def of_width(caller: str, name: str, value: int, bits: np.ndarray) -> list[int]:
+    """Indices of the candidates of width `value`; raises ValueError when there is none.
+
+    `bits` are the widths of all candidates, and `name` is the option that asks for this one.
+    """
+    found = np.flatnonzero(bits == value).tolist()
+    if not found:
+        raise ValueError(
+            f"{caller}: {name}={value} is not among the candidates, which have {bits.tolist()} "
+            "bits; pass one of these, or add the candidate."
+        )
+    return found
+
+
+def widths(solver: Any, bits: np.ndarray) -> slice:
+    """The candidates from the first of width `least` to the last of width `most`."""
+    caller = type(solver).__name__
+    first = of_width(caller, "least", solver.least, bits)[0]
+    return slice(first, of_width(caller, "most", solver.most, bits)[-1] + 1)
+
+
+def store_range(solver: Any) -> None:
     """Stores the options `least` and `most` as ints; raises unless they are widths in order."""
     for name in ("least", "most"):
         store_whole(solver, name, 1)
@@ -48,57 +75,38 @@ def check_range(solver: Any) -> None:
         )
 
 
-def check_constraint(solver: Any) -> None:
-    """Stores the option `uniform_bits` as an int; raises unless it and `alpha` state a limit."""
-    check_positive(type(solver).__name__, "alpha", solver.alpha)
-    store_whole(solver, "uniform_bits", 1)
+class Bounded(Solver):
+    """A solver with an error limit: `alpha` times the error of `uniform_bits` on every leaf."""
 
+    alpha: float
+    uniform_bits: int
 
-def check_positive(caller: str, name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a finite number above 0."""
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{caller}: {name}={value!r} is not a finite number above 0.")
+    def __post_init__(self) -> None:
+        check_positive(type(self).__name__, "alpha", self.alpha)
+        store_whole(self, "uniform_bits", 1)
 
+    def check(self, bits: np.ndarray) -> None:
+        of_width(type(self).__name__, "uniform_bits", self.uniform_bits, bits)
 
-def candidates(solver: Any, bits: np.ndarray) -> slice:
-    """The candidates from the first of width `least` to the last of width `most`."""
-    caller = type(solver).__name__
-    first = of_width(caller, "least", solver.least, bits)[0]
-    return slice(first, of_width(caller, "most", solver.most, bits)[-1] + 1)
+    def limit(self, problem: Problem, error: np.ndarray) -> float:
+        """Returns the limit of the squared error on all leaves.
 
-
-def one_of_each_width(solver: Any, bits: np.ndarray) -> slice:
-    """`candidates`, where no two of them have the same width; raises ValueError otherwise."""
-    allowed = candidates(solver, bits)
-    twice = bits[allowed][1:][np.diff(bits[allowed]) == 0]
-    if twice.size:
-        raise ValueError(
-            f"{type(solver).__name__}: it chooses only by width, but several candidates have "
-            f"{twice[0]} bits; pass one candidate of each width from {solver.least} to "
-            f"{solver.most}, or use LeastBytes() or LeastError(), which weigh errors."
-        )
-    return allowed
-
-
-def error_limit(solver: Any, problem: Problem, error: np.ndarray) -> float:
-    """Returns `alpha` times the squared error of the width `uniform_bits` on all leaves.
-
-    Of several candidates of that width, the first one counts. Raises ValueError if no choice in
-    `error`, of the candidates that the solver may take, is within this limit.
-    """
-    caller = type(solver).__name__
-    uniform = problem.candidate(caller, "uniform_bits", solver.uniform_bits)
-    of_uniform = math.fsum(problem.error[:, uniform])
-    limit: float = solver.alpha * of_uniform
-    least = math.fsum(error.min(axis=1))
-    if least > limit:
-        enough = least / of_uniform if of_uniform else math.inf
-        remedy = f"pass an alpha of {_up(enough)} or more, or " if math.isfinite(enough) else ""
-        raise ValueError(
-            f"{caller}: alpha={solver.alpha} allows a squared error of {limit:.4g}, but no choice "
-            f"has less than {least:.4g}; {remedy}allow wider candidates."
-        )
-    return limit
+        Of several candidates of the width `uniform_bits`, the first one counts. Raises ValueError
+        if no choice in `error`, of the candidates that the solver may take, is within the limit.
+        """
+        caller = type(self).__name__
+        uniform = of_width(caller, "uniform_bits", self.uniform_bits, problem.bits)[0]
+        of_uniform = math.fsum(problem.error[:, uniform])
+        limit = self.alpha * of_uniform
+        least = math.fsum(error.min(axis=1))
+        if least > limit:
+            enough = least / of_uniform if of_uniform else math.inf
+            remedy = f"pass an alpha of {_up(enough)} or more, or " if math.isfinite(enough) else ""
+            raise ValueError(
+                f"{caller}: alpha={self.alpha} allows a squared error of {limit:.4g}, but no "
+                f"choice has less than {least:.4g}; {remedy}allow wider candidates."
+            )
+        return limit
 
 
 def _up(number: float) -> str:
@@ -108,7 +116,33 @@ def _up(number: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Solver):
+class _ByWidth(Solver):
+    """A solver that sees nothing of candidates but their widths, from `least` to `most` bits."""
+
+    least: int = 2
+    most: int = 4
+
+    def __post_init__(self) -> None:
+        store_range(self)
+
+    def check(self, bits: np.ndarray) -> None:
+        self.allowed(bits)
+
+    def allowed(self, bits: np.ndarray) -> slice:
+        """The candidates in the range; raises ValueError if two have the same width."""
+        allowed = widths(self, bits)
+        twice = bits[allowed][1:][np.diff(bits[allowed]) == 0]
+        if twice.size:
+            raise ValueError(
+                f"{type(self).__name__}: it chooses only by width, but several candidates have "
+                f"{twice[0]} bits; pass one candidate of each width from {self.least} to "
+                f"{self.most}, or use LeastBytes() or LeastError(), which weigh errors."
+            )
+        return allowed
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(_ByWidth):
     """`most` bits for the leaf of the largest norm, one bit less per halving, down to `least`.
 
     Widths round up to a candidate's. There is no error constraint. Raises ValueError if two
@@ -117,17 +151,8 @@ class Linear(Solver):
     only of the largest values.
     """
 
-    least: int = 2
-    most: int = 4
-
-    def __post_init__(self) -> None:
-        check_range(self)
-
-    def check(self, bits: np.ndarray) -> None:
-        one_of_each_width(self, bits)
-
     def solve(self, problem: Problem) -> np.ndarray:
-        one_of_each_width(self, problem.bits)
+        self.allowed(problem.bits)
         largest = problem.norm.max(initial=np.finfo(float).tiny)
         with np.errstate(divide="ignore"):
             width = np.ceil(self.most + np.log2(problem.norm / largest))
@@ -136,7 +161,7 @@ class Linear(Solver):
 
 
 @dataclasses.dataclass(frozen=True)
-class KMeans(Solver):
+class KMeans(_ByWidth):
     """Clusters of leaves of similar size and norm: the larger a cluster's norm, the wider its code.
 
     There is one cluster for every candidate from `least` to `most` bits. If leaves coincide, there
@@ -146,19 +171,10 @@ class KMeans(Solver):
     starting centroids are random.
     """
 
-    least: int = 2
-    most: int = 4
-
-    def __post_init__(self) -> None:
-        check_range(self)
-
-    def check(self, bits: np.ndarray) -> None:
-        one_of_each_width(self, bits)
-
     def solve(self, problem: Problem) -> np.ndarray:
         from scipy.cluster.vq import kmeans2  # jax requires SciPy; importing it takes a while
 
-        allowed = one_of_each_width(self, problem.bits)
+        allowed = self.allowed(problem.bits)
         if not len(problem.values):
             return np.zeros(0, np.int64)
         points = np.stack([problem.norm, problem.values], axis=1)
@@ -177,7 +193,7 @@ class KMeans(Solver):
 
 
 @dataclasses.dataclass(frozen=True)
-class LeastBytes(Solver):
+class LeastBytes(Bounded):
     """Fewest payload bytes with at most `alpha` times the error of `uniform_bits` on every leaf.
 
     The error is the sum over leaves of squared L2 errors, which is that of the whole gradient.
@@ -192,14 +208,8 @@ class LeastBytes(Solver):
     alpha: float = 1.0
     uniform_bits: int = 4
 
-    def __post_init__(self) -> None:
-        check_constraint(self)
-
-    def check(self, bits: np.ndarray) -> None:
-        of_width("LeastBytes", "uniform_bits", self.uniform_bits, bits)
-
     def solve(self, problem: Problem) -> np.ndarray:
-        limit = error_limit(self, problem, problem.error)
+        limit = self.limit(problem, problem.error)
         return knapsack.minimise(problem.nbytes, problem.error, limit)
 
 
@@ -227,3 +237,38 @@ class LeastError(Solver):
                 "narrower candidates."
             )
         return knapsack.minimise(problem.error, problem.nbytes, budget)
+
+
+@dataclasses.dataclass(frozen=True)
+class Accordion(Solver):
+    """Many bits in the critical phases of a training, few in all others.
+
+    A phase is critical if the norm of the gradients of all adaptive leaves differs from the norm at
+    the last look by at least `threshold` times that norm. The time before the second look is
+    critical too. `Adaptive` takes two candidates, few bits and many, and looks every `every` steps.
+    It starts with many bits if `base` gives them: `Adaptive(Accordion(), base=Uniform(many),
+    candidates=(few, many))`.
+
+    Raises ValueError for a threshold that is not above 0, and for another number of candidates.
+    Source: Accordion (Agarwal et al., MLSys 2021). There each layer decides by itself, and by the
+    norm of an epoch's summed gradients. Here all leaves decide together, so that there are two
+    plans. They decide by the average norm of the ranks' own gradients, which `Adaptive` measures
+    anyway.
+    """
+
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_positive("Accordion", "threshold", self.threshold)
+
+    def check(self, bits: np.ndarray) -> None:
+        if len(bits) != 2:
+            raise ValueError(
+                f"Accordion: {len(bits)} candidates, of {bits.tolist()} bits; pass two: one of few "
+                "bits and one of many."
+            )
+
+    def solve(self, problem: Problem) -> np.ndarray:
+        self.check(problem.bits)
+        critical = problem.change is None or problem.change >= self.threshold
+        return np.full(len(problem.values), int(critical))
