@@ -20,7 +20,7 @@ from cgx_jax.host import agreement
 from cgx_jax.kernels import scaling
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import checkpoint, statistics
-from cgx_jax.policies.checkpoint import Known, Packed, Progress, pack, saved_leaves, unpack
+from cgx_jax.policies.checkpoint import Packed, Progress, pack, saved_leaves, unpack
 from cgx_jax.policies.decide import Compressors, Decision, Refresh, Subject, decide, last_norm
 from cgx_jax.policies.rules import DEFAULT, Policy, Uniform
 from cgx_jax.policies.solvers import LeastBytes, Solver
@@ -85,7 +85,7 @@ class Adaptive(Policy):
         self.progress = Progress()
         self.traces = 0  # reductions that were traced
         self.running = False
-        self.known = Known(self.sampler.candidates)
+        self.known = self.sampler.candidates
         self._leaves: tuple[Leaf, ...] | None = None  # of the tree, once it is known
         self._adaptive: tuple[int, ...] = ()
         self._subject = Subject((), self.sampler.candidates)
@@ -109,7 +109,7 @@ class Adaptive(Policy):
             if self._adapts(c, leaf)
         }
         start, candidates = tuple(given.values()), self.sampler.candidates
-        known = Known((*candidates, *start))
+        known = tuple(dict.fromkeys((*candidates, *start)))
         progress = Progress(start, [start])
         if self._saved is not None:
             progress = checkpoint.restore(saved, known, len(given), len(candidates))

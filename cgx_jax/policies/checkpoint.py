@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from cgx_jax.leaves import Leaf
 from cgx_jax.policies.decide import Compressors, Refresh
 from cgx_jax.policies.statistics import Statistics
 
-FORMAT = 3
+FORMAT = 4
 _AGAIN = "Without load_state_dict, the policy measures and chooses again."
 
 
@@ -40,38 +39,10 @@ class Progress:
     nonfinite: np.ndarray | None = None
 
 
-class Known:
-    """Compressors that a checkpoint or another process may name: nothing else is ever made."""
-
-    def __init__(self, compressors: Iterable[Compressor]) -> None:
-        self._compressors = {json.dumps(_described(c), sort_keys=True): c for c in compressors}
-
-    def find(self, described: Any, source: str) -> Compressor:
-        """Returns the compressor so described; raises ValueError, naming `source`, if unknown."""
-        found = self._compressors.get(json.dumps(described, sort_keys=True))
-        if found is None:
-            known = ", ".join(map(str, self._compressors.values()))
-            raise ValueError(
-                f"Adaptive: {source} has the compressor {json.dumps(described)}, which is neither "
-                f"a candidate nor one that base gives an adaptive leaf ({known}). Pass the "
-                "candidates and the base of the run that saved it."
-            )
-        return found
-
-
-def _described(compressor: Compressor) -> Json:
-    """A compressor in JSON types: its class and its options."""
-    options: Sequence[Any] = dataclasses.fields(compressor)  # type: ignore[arg-type]
-    values = {f.name: getattr(compressor, f.name) for f in options}
-    simple = (bool, int, float, str, type(None))
-    plain = {k: v if isinstance(v, simple) else str(v) for k, v in values.items()}
-    return {"class": type(compressor).__name__, "options": plain}
-
-
 class Packed(NamedTuple):
-    """Plans in JSON types: every compressor once, and each leaf's index into these."""
+    """Plans in JSON types: the text of every compressor once, and each leaf's index into these."""
 
-    compressors: list[Json]
+    compressors: list[str]
     plans: list[list[int]]
 
 
@@ -96,14 +67,25 @@ def pack(plans: Sequence[Compressors]) -> Json:
     """Returns the fields of `Packed`."""
     numbers = {c: i for i, c in enumerate(dict.fromkeys(c for plan in plans for c in plan))}
     return {
-        "compressors": [_described(c) for c in numbers],
+        "compressors": [repr(c) for c in numbers],
         "plans": [[numbers[c] for c in plan] for plan in plans],
     }
 
 
-def unpack(packed: Packed, known: Known, source: str) -> list[Compressors]:
-    """Returns the plans that `pack` was given; raises ValueError for an unknown compressor."""
-    found = [known.find(described, source) for described in packed.compressors]
+def unpack(packed: Packed, known: Sequence[Compressor], source: str) -> list[Compressors]:
+    """Returns the plans that `pack` was given, from `known` compressors: no other is ever made.
+
+    Raises ValueError, naming `source`, for another compressor, and for plans without theirs.
+    """
+    by_text = {repr(c): c for c in known}
+    for text in packed.compressors:
+        if text not in by_text:
+            raise ValueError(
+                f"Adaptive: {source} has the compressor {text!a}, which is neither a "
+                f"candidate nor one that base gives an adaptive leaf ({', '.join(by_text)}). Pass "
+                "the candidates and the base of the run that saved it."
+            )
+    found = [by_text[text] for text in packed.compressors]
     if any(not 0 <= i < len(found) for plan in packed.plans for i in plan):
         raise ValueError(
             f"Adaptive: {source} has plans {untrusted.shown(packed.plans)}, but only {len(found)} "
@@ -141,7 +123,7 @@ def load(state: Json) -> Saved:
     return saved
 
 
-def restore(saved: Saved, known: Known, adaptive: int, candidates: int) -> Progress:
+def restore(saved: Saved, known: Sequence[Compressor], adaptive: int, candidates: int) -> Progress:
     """Returns the progress that `save` was given, of so many adaptive leaves and candidates.
 
     Raises ValueError for an unknown compressor, and for other numbers of leaves or candidates.
