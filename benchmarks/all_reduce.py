@@ -33,6 +33,7 @@ from jax.sharding import Mesh
 import cgx_jax
 import measure
 from cgx_jax.commands import bench, rig
+from cgx_jax.host import agreement
 from cgx_jax.tuning.link_timer import LinkTimer, gradient
 
 METHODS = ("psum", "cast", "xla", "mpi", "auto")
@@ -130,9 +131,7 @@ def compare(
     for rep in range(-1, reps):  # one round of warm-up
         for method, function in enumerate(functions):
             samples[rep, method] = timed(ranks, function, x)
-    seconds, sent = np.moveaxis(
-        ranks.gather(samples.ravel()).reshape(-1, *samples.shape).max(axis=0), -1, 0
-    )
+    seconds, sent = np.moveaxis(agreement.maximum(samples), -1, 0)
     ring = 2 * (ranks.world - 1) * 4 * values / ranks.world
     rows = []
     for i, method in enumerate(methods):
@@ -181,7 +180,7 @@ def check(
     """Returns how many values of each method's result break its bound; exits if ranks differ."""
     copies = [[np.asarray(s.data) for s in result.addressable_shards] for result in results]
     for method in copies[1:]:
-        if np.unique(ranks.gather([[zlib.crc32(copy) for copy in method]])).size > 1:
+        if np.unique(agreement.rows([[zlib.crc32(copy) for copy in method]])).size > 1:
             sys.exit("all_reduce: the ranks hold different results")
     inputs = np.stack([gradient(rank, values) for rank in range(ranks.world)])
     codes = [None if method == "psum" else sent_as(method, compressor) for method in methods]

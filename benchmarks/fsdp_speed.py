@@ -28,6 +28,7 @@ import measure
 from all_reduce import Ranks, rank_of_process, timed
 from cgx_jax.commands import rig
 from cgx_jax.compressors import ShiftedLattice
+from cgx_jax.host import agreement
 from cgx_jax.tuning.link_timer import gradient
 
 LEAVES, SHAPE = 12, (1024, 512)
@@ -102,7 +103,7 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
     samples = np.array(
         [[timed(ranks, f, x) for f in functions] for _ in range(arguments.reps + 1)]
     )[1:]
-    gathered = ranks.gather(samples.ravel()).reshape(-1, *samples.shape).max(axis=0)
+    gathered = agreement.maximum(samples)
     seconds, sent = gathered[..., 0], gathered[..., 1]
     rows = []
     for i, name in enumerate(METHODS):

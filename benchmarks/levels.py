@@ -23,6 +23,7 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process, timed
 from cgx_jax.commands import rig
+from cgx_jax.host import agreement
 from cgx_jax.tuning.link_timer import gradient, size_text
 
 NODES, LOCAL = 2, 2
@@ -65,7 +66,7 @@ def compare(nodes: Ranks, values: int, arguments: argparse.Namespace) -> list[di
     x = nodes.place(gradient, values)
     results = [np.asarray(f(x).addressable_data(0)) for f in functions]
     samples = np.array([[timed(nodes, f, x) for f in functions] for _ in range(arguments.reps + 1)])
-    gathered = nodes.gather(samples[1:].ravel()).reshape(-1, *samples[1:].shape).max(axis=0)
+    gathered = agreement.maximum(samples[1:])
     seconds, sent = gathered[..., 0], gathered[..., 1]
     rows = []
     for i, (exchange, name) in enumerate(methods):

@@ -37,6 +37,7 @@ from speed import Step, Timed, of_exchange
 import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
+from cgx_jax.host import agreement
 
 WORLD = 2
 METHOD = "4 bits"
@@ -175,7 +176,7 @@ def in_turns(ranks: Ranks, steps: list[Callable[[], Any]], reps: int) -> np.ndar
             if rep >= 0:
                 samples[rep, i] = time.perf_counter() - start
     jax.effects_barrier()
-    return ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
+    return agreement.maximum(samples)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process, timed
 from cgx_jax.commands import rig
+from cgx_jax.host import agreement
 from cgx_jax.tuning.link_timer import gradient
 
 
@@ -87,7 +88,7 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
     samples = np.array(
         [[timed(ranks, f, leaves) for f in functions] for _ in range(arguments.reps + 1)]
     )
-    gathered = ranks.gather(samples[1:].ravel()).reshape(-1, *samples[1:].shape).max(axis=0)
+    gathered = agreement.maximum(samples[1:])
     seconds, sent = gathered[..., 0], gathered[..., 1]
     rows = []
     for i, name in enumerate(["psum", *compressors]):

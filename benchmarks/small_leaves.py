@@ -20,6 +20,7 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process, timed
 from cgx_jax.commands import rig
+from cgx_jax.host import agreement
 
 SIZES = (3, 10, 32, 64, 128, 512)
 
@@ -65,7 +66,7 @@ def main() -> int:
         for rep in range(-2, arguments.reps):  # two rounds of warm-up
             for i, function in enumerate(functions.values()):
                 samples[rep, i] = timed(ranks, function, x)[0]
-        seconds = ranks.gather(samples.ravel()).reshape(-1, *samples.shape).max(axis=0)
+        seconds = agreement.maximum(samples)
         row = {"leaves": len(sizes), "world": ranks.world, "links": rate, "reps": arguments.reps}
         row["seconds"] = {
             how: measure.quartiles(s) for how, s in zip(functions, seconds.T, strict=True)

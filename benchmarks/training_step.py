@@ -37,6 +37,7 @@ from all_reduce import Ranks, rank_of_process
 from cgx_jax.choice import auto
 from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi
+from cgx_jax.host import agreement
 from cgx_jax.route import run as running
 from cgx_jax.transforms.precondition import PERIOD, WARMUP, SecondMoment
 
@@ -135,7 +136,7 @@ def compare(
             states[i] = jax.block_until_ready(step(states[i], x))
             if rep >= 0:
                 samples[rep, i] = time.perf_counter() - start
-    seconds = ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
+    seconds = agreement.maximum(samples)
     plain = seconds[:, names.index(PLAIN)]
     return [
         {

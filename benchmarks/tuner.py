@@ -41,6 +41,7 @@ from all_reduce import Ranks, rank_of_process
 from cgx_jax.choice import auto
 from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi, Xla, mpi
+from cgx_jax.host import agreement
 from cgx_jax.reductions import GatherSum
 from cgx_jax.tuning import Setting
 from cgx_jax.tuning.candidates import FUSION
@@ -207,11 +208,11 @@ def turns(
 
     # Ranks share processors, so a call takes longer if the ranks that are done work on something
     # else. A barrier follows every call, and nothing is gathered before the end.
-    round_seconds = ranks.gather(turn()).max(axis=0).sum() * (2 if len(calls) > 1 else 1)
+    round_seconds = agreement.maximum(turn()).sum() * (2 if len(calls) > 1 else 1)
     reps = int(np.clip(seconds / round_seconds, least, most))
     samples = np.array([turn() for _ in range(reps)])
     ranks.barrier()
-    return ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
+    return agreement.maximum(samples)
 
 
 def relink(ranks: Ranks, rate: str) -> None:

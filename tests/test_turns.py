@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import scripts
+from cgx_jax.host import agreement
 
 CALLS, SECONDS = 3, 0.5
 
@@ -24,9 +25,9 @@ class Clocks:
         self.events[-1] = ("timed", self.events[-1][1])
         return SECONDS
 
-    def gather(self, values):
-        self.events.append(("gather", np.size(values)))
-        return np.stack([np.asarray(values), 2 * np.asarray(values)])
+    def maximum(self, values):
+        self.events.append(("gather", values.size))
+        return 2 * values
 
     def barrier(self):
         self.events.append(("barrier", None))
@@ -35,26 +36,32 @@ class Clocks:
         return [lambda i=i: self.events.append(("untimed", i)) for i in range(count)]
 
 
+@pytest.fixture
+def clocks(monkeypatch):
+    made = Clocks()
+    monkeypatch.setattr(agreement, "maximum", made.maximum)
+    return made
+
+
 def rounds_of(clocks, count):
     """The order of the timed calls in each round, without the one that warms up."""
     order = [i for kind, i in clocks.events if kind == "timed"]
     return np.reshape(order, (-1, count))[1:]
 
 
-def test_methods_take_turns_in_a_random_order_that_all_ranks_share(benchmark):
-    ranks = [Clocks(), Clocks()]
-    for clocks in ranks:
-        benchmark.turns(clocks, clocks.calls(CALLS), 20, 1e9)
-    orders = [rounds_of(clocks, CALLS) for clocks in ranks]
+def test_methods_take_turns_in_a_random_order_that_all_ranks_share(benchmark, clocks):
+    ranks = [clocks, Clocks()]
+    for own in ranks:
+        benchmark.turns(own, own.calls(CALLS), 20, 1e9)
+    orders = [rounds_of(own, CALLS) for own in ranks]
     assert orders[0].shape == (20, CALLS)
     np.testing.assert_array_equal(*orders)
     np.testing.assert_array_equal(np.sort(orders[0]), np.tile(np.arange(CALLS), (20, 1)))
     assert set(orders[0][:, 0]) == set(range(CALLS))
 
 
-def test_ranks_gather_nothing_between_two_turns(benchmark):
+def test_ranks_gather_nothing_between_two_turns(benchmark, clocks):
     """A rank that gathers would take processors from one that still works."""
-    clocks = Clocks()
     benchmark.turns(clocks, clocks.calls(CALLS), 20, 1e9)
     kinds = [kind for kind, _ in clocks.events]
     first = kinds.index("gather")  # after the round that warms up
@@ -62,9 +69,8 @@ def test_ranks_gather_nothing_between_two_turns(benchmark):
 
 
 @pytest.mark.parametrize("count", [1, CALLS])
-def test_of_each_turn_the_second_call_is_timed(benchmark, count):
+def test_of_each_turn_the_second_call_is_timed(benchmark, clocks, count):
     """Unless there is one method, whose memory and options never change."""
-    clocks = Clocks()
     benchmark.turns(clocks, clocks.calls(count), 5, 1e9)
     called = [(kind, i) for kind, i in clocks.events if kind in ("timed", "untimed")]
     if count == 1:
@@ -82,7 +88,6 @@ def test_of_each_turn_the_second_call_is_timed(benchmark, count):
         pytest.param(1e9, 20, id="the most"),
     ],
 )
-def test_repeats_fill_the_time(benchmark, seconds, reps):
-    clocks = Clocks()
+def test_repeats_fill_the_time(benchmark, clocks, seconds, reps):
     samples = benchmark.turns(clocks, clocks.calls(CALLS), 20, seconds)
     np.testing.assert_array_equal(samples, np.full((reps, CALLS), 2 * SECONDS))

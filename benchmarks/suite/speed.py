@@ -58,6 +58,7 @@ from cgx_jax.commands import rig
 from cgx_jax.compressors import SummedCompressor
 from cgx_jax.compressors.buffers import chunk_code, whole_code
 from cgx_jax.exchanges import Mpi, xla
+from cgx_jax.host import agreement
 from cgx_jax.kernels.primitives import Sent
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.transforms.precondition import WARMUP
@@ -285,7 +286,7 @@ def in_turns(ranks: Ranks, steps: dict[Any, Callable[[], Any]], reps: int) -> di
             start = time.perf_counter()
             step()
             samples[rep, i] = time.perf_counter() - start
-    slowest = ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
+    slowest = agreement.maximum(samples)
     return dict(zip(steps, slowest.T, strict=True))
 
 

@@ -17,7 +17,7 @@ from cgx_jax._types import Json
 from cgx_jax.calls.psum import psum_compressed
 from cgx_jax.choice import auto
 from cgx_jax.compressors import Compressor, Quantize
-from cgx_jax.host import installation
+from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.reductions import ScatterGather
 from cgx_jax.tuning.link_timer import LinkTimer, gradient
@@ -131,7 +131,7 @@ def check(
     Raises RuntimeError if ranks hold different compressed results.
     """
     copies = [[np.asarray(shard.data) for shard in r.addressable_shards] for r in results]
-    sums = links.gather([[zlib.crc32(copy.tobytes()) for copy in mine] for mine in copies])
+    sums = agreement.rows([[zlib.crc32(copy.tobytes()) for copy in mine] for mine in copies])
     sums = sums.reshape(len(sums), len(results), -1)
     if not exact and (sums != sums[:1, :, :1]).any():
         raise RuntimeError(

@@ -14,7 +14,7 @@ import numpy as np
 from cgx_jax._types import Json
 from cgx_jax.commands.bench import parent, quartiles
 from cgx_jax.commands.trial import ALONE, ERROR_STEPS, METHODS, Trial
-from cgx_jax.host import installation
+from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Column, Progress, table_lines
 from cgx_jax.tuning.link_timer import LinkTimer, size_text
 
@@ -158,7 +158,7 @@ def measure(
             for j in orders.permutation(len(runs)):
                 sample[j] = links.timed(runs[j])
         progress.step(progress.total, "done", last=True)
-    seconds = links.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
+    seconds = agreement.maximum(samples)
     rows = [
         {
             "method": name,

@@ -27,6 +27,11 @@ def rows(values: Any) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(mine)).view(np.float64)
 
 
+def maximum(values: np.ndarray) -> np.ndarray:
+    """Returns the processes' largest values, f64 in the shape of `values`; all call it together."""
+    return rows(values.ravel()).max(axis=0).reshape(values.shape)
+
+
 def hosts() -> int:
     """Counts the machines that the processes run on, by their host names."""
     return len(set(gather(zlib.crc32(socket.gethostname().encode()))))

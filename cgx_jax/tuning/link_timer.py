@@ -108,10 +108,6 @@ class LinkTimer:
         call()
         return time.perf_counter() - start
 
-    def gather(self, values: Any) -> np.ndarray:
-        """Returns one row of f64[n] per process, on every process."""
-        return agreement.rows(values)
-
     def seconds(
         self, functions: Sequence[Callable[..., jax.Array]], x: jax.Array, rounds: int
     ) -> np.ndarray:
@@ -125,5 +121,4 @@ class LinkTimer:
         for sample in samples:
             for i in orders.permutation(len(functions)):
                 sample[i] = self.timed(functools.partial(_finish, functions[i], x))
-        slowest: np.ndarray = self.gather(samples.ravel()).max(axis=0)
-        return slowest.reshape(samples.shape)
+        return agreement.maximum(samples)

@@ -174,7 +174,7 @@ def _encode_and_decode(links: LinkTimer, kind: str, x: jax.Array) -> jax.Array:
 
 def _elapsed(links: LinkTimer, start: float) -> float:
     """Returns the slowest process's seconds since `start`, so that all decide alike."""
-    return float(links.gather([time.perf_counter() - start]).max())
+    return float(agreement.rows([time.perf_counter() - start]).max())
 
 
 def _left(links: LinkTimer, start: float, until: float) -> float:

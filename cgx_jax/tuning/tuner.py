@@ -202,8 +202,7 @@ class Tuner(Chooser):
     def _decide(self) -> None:
         """Ends the trials: process 0 decides what is tried next, or which setting is kept."""
         assert self._turns is not None
-        samples = self._turns.samples
-        seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
+        seconds = agreement.maximum(self._turns.samples)
         self._history.append((self._tried, seconds))
         following: list[Setting] = []
         if self._search is not None:
