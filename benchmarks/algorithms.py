@@ -76,15 +76,8 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[di
     """Times psum and the reductions on f32[values] per rank; returns one row per reduction."""
     exchange, reductions = arguments.exchange, arguments.reductions.split(",")
     compressor = cgx_jax.Quantize(arguments.bits)
-    functions = [ranks.psum]
-    for name in reductions:
-        functions.append(
-            ranks.collective(
-                lambda x, how=name: cgx_jax.psum_compressed(
-                    x, "ranks", compressor, exchange=exchange, reduction=how
-                )
-            )
-        )
+    how = [ranks.all_reduce(compressor, exchange, reduction=name) for name in reductions]
+    functions = [ranks.psum, *how]
     x = ranks.place(gradient, values)
     results = [np.asarray(f(x).addressable_data(0)) for f in functions]
     # Every process sees the times of the slowest ranks, so all choose the same number of repeats.

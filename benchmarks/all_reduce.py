@@ -151,11 +151,7 @@ def sent_as(method: str, compressor: cgx_jax.Quantize) -> cgx_jax.compressors.Co
 def reduction(ranks: Ranks, method: str, compressor: cgx_jax.Quantize) -> Callable:
     """Returns the method's `psum_compressed`, compiled."""
     exchange = "xla" if method == "cast" else method
-    return ranks.collective(
-        lambda x: cgx_jax.psum_compressed(
-            x, "ranks", sent_as(method, compressor), exchange=exchange
-        )
-    )
+    return ranks.all_reduce(sent_as(method, compressor), exchange)
 
 
 def timed(ranks: Ranks, function: Callable, x: jax.Array) -> tuple[float, int]:

@@ -131,11 +131,7 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[di
 
 def reduction(ranks: Ranks, compressor: cgx_jax.Quantize, exchange: str) -> Any:
     """`psum_compressed` over the ranks, compiled."""
-    return ranks.collective(
-        lambda x: cgx_jax.psum_compressed(
-            x, "ranks", compressor, exchange=exchange, key=key_of(compressor)
-        )
-    )
+    return ranks.all_reduce(compressor, exchange, key=key_of(compressor))
 
 
 def key_of(compressor: cgx_jax.Quantize) -> jax.Array | None:

@@ -107,11 +107,7 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, A
 
 def reduction(ranks: Ranks, choice: str) -> Callable[..., jax.Array]:
     exchange, _, how = choice.partition("/")
-    return ranks.collective(
-        lambda x: cgx_jax.psum_compressed(
-            x, "ranks", CODE, exchange=exchange, reduction=how or None
-        )
-    )
+    return ranks.all_reduce(CODE, exchange, reduction=how or None)
 
 
 def taken(ranks: Ranks, values: int) -> str:

@@ -13,10 +13,8 @@ levels. `between` is what a node sends to the other, by the counter of its netwo
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 import cgx_jax
@@ -62,7 +60,9 @@ def main() -> int:
 def compare(nodes: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Times all methods on f32[values] per rank; returns one row per method."""
     methods = [("", "psum"), *METHODS]
-    functions = [nodes.psum, *(reduction(nodes, *method) for method in METHODS)]
+    code = cgx_jax.Quantize(4)
+    reductions = (nodes.all_reduce(code, exchange, **HOW[name]) for exchange, name in METHODS)
+    functions = [nodes.psum, *reductions]
     x = nodes.place(gradient, values)
     results = [np.asarray(f(x).addressable_data(0)) for f in functions]
     samples = np.array([[timed(nodes, f, x) for f in functions] for _ in range(arguments.reps + 1)])
@@ -94,14 +94,6 @@ def compare(nodes: Ranks, values: int, arguments: argparse.Namespace) -> list[di
                 flush=True,
             )
     return rows
-
-
-def reduction(nodes: Ranks, exchange: str, name: str) -> Callable[..., jax.Array]:
-    return nodes.collective(
-        lambda x: cgx_jax.psum_compressed(
-            x, "ranks", cgx_jax.Quantize(4), exchange=exchange, **HOW[name]
-        )
-    )
 
 
 if __name__ == "__main__":

@@ -59,9 +59,7 @@ def sweep(ranks: Ranks, arguments: argparse.Namespace, size: int) -> list[dict[s
     for rep in range(arguments.reps):
         for i, setting in enumerate(settings):
             exchange = Mpi(**{name: mpi.DEFAULTS[name] for name in names} | setting)
-            reduce = ranks.collective(
-                lambda x, e=exchange: cgx_jax.psum_compressed(x, "ranks", compressor, exchange=e)
-            )
+            reduce = ranks.all_reduce(compressor, exchange)
             ranks.seconds([reduce], x, 1)  # compiles, and warms the buffers up
             seconds[rep, i] = ranks.seconds([reduce], x, 3).min()
     rows = []

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax._types import Json
-from cgx_jax.calls.psum import psum_compressed
 from cgx_jax.choice import auto
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.host import agreement, installation
@@ -93,7 +91,7 @@ def measure(
     """Times every method on f32[values] per rank; returns one row per method."""
     exchanges = [e.shorthand for e in auto.available()] + ["auto"] * follow_profile
     methods = [(exchange, width) for width in bits for exchange in exchanges]
-    functions = [links.psum, *(reduction(links, Quantize(b), method) for method, b in methods)]
+    functions = [links.psum, *(links.all_reduce(Quantize(b), method) for method, b in methods)]
     x = links.place(gradient, values)
     results = [function(x) for function in functions]
     wrong = check(links, values, Quantize(bits[0]), results[:1], exact=True)
@@ -107,15 +105,6 @@ def measure(
         | {"wrong": wrong[i]}
         for i, (method, width) in enumerate([("psum", 32), *methods])
     ]
-
-
-def reduction(links: LinkTimer, compressor: Quantize, exchange: str) -> Callable[..., jax.Array]:
-    """Returns `psum_compressed` over the links, compiled."""
-    return links.collective(
-        functools.partial(
-            psum_compressed, axis_name=links.axis, compressor=compressor, exchange=exchange
-        )
-    )
 
 
 def check(

@@ -6,14 +6,12 @@ A coordinate descent finds the options of the MPI engine. The streams of NCCL ar
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from cgx_jax.calls.psum import psum_compressed
 from cgx_jax.compressors import Quantize
 from cgx_jax.exchanges import Mpi, Nccl, mpi
 from cgx_jax.host import agreement
@@ -41,7 +39,7 @@ def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
     process calls this function.
     """
     _run_with(links, mpi.defaults())
-    reduce = links.collective(lambda x: psum_compressed(x, links.axis, CODE, exchange="mpi"))
+    reduce = links.all_reduce(CODE, "mpi")
     arrays: list[jax.Array] = []
     needed = 0.0
     for size in SIZES:
@@ -127,8 +125,7 @@ def tune_streams(links: LinkTimer, left: Callable[[], float]) -> Nccl:
     tried = [Nccl(streams=count) for count in streams()]
     if len(tried) == 1:
         return tried[0]
-    call = functools.partial(psum_compressed, axis_name=links.axis, compressor=CODE)
-    reductions = [links.collective(functools.partial(call, exchange=e)) for e in tried]
+    reductions = [links.all_reduce(CODE, exchange) for exchange in tried]
     x = links.place(gradient, STREAM_BYTES // 4)
     links.seconds(reductions, x, 1)  # compiles and connects
     begun = left()

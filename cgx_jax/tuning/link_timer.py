@@ -14,6 +14,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cgx_jax.calls.psum import psum_compressed
+from cgx_jax.compressors import Compressor
+from cgx_jax.exchanges import Exchange
 from cgx_jax.host import agreement
 
 _SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9}
@@ -83,6 +86,14 @@ class LinkTimer:
             jax.shard_map(
                 lambda x: function(x[0]), mesh=self.mesh, in_specs=P(self.axis), out_specs=P()
             )
+        )
+
+    def all_reduce(
+        self, compressor: Compressor, exchange: Exchange | str, **how: Any
+    ) -> Callable[..., jax.Array]:
+        """Compiles `psum_compressed` of a rank's row; `how` has more of its arguments."""
+        return self.collective(
+            lambda x: psum_compressed(x, self.axis, compressor, exchange=exchange, **how)
         )
 
     def local(self, function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:

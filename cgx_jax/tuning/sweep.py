@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from cgx_jax.calls.psum import psum_compressed
 from cgx_jax.choice import auto
 from cgx_jax.choice.profile import ONE_SHOT, Codec, Profile, Row
 from cgx_jax.compressors import Quantize
@@ -142,13 +141,11 @@ def _methods(
         compressor = Quantize(width)
         payload_bits = compressor.wire_bits(compressor.bucket_size) / compressor.bucket_size
         for exchange in every:
-            call = functools.partial(
-                psum_compressed, axis_name=links.axis, compressor=compressor, exchange=exchange
-            )
-            methods[exchange.shorthand, payload_bits] = links.collective(call)
+            name = exchange.shorthand
+            methods[name, payload_bits] = links.all_reduce(compressor, exchange)
             if "gather" in exchange.can:
-                once = functools.partial(call, reduction="gather_sum")
-                methods[exchange.shorthand + ONE_SHOT, payload_bits] = links.collective(once)
+                once = links.all_reduce(compressor, exchange, reduction="gather_sum")
+                methods[name + ONE_SHOT, payload_bits] = once
     return methods
 
 
