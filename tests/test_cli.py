@@ -9,7 +9,7 @@ import pytest
 import cgx_jax
 from cgx_jax import Quantize, __main__
 from cgx_jax.choice import Profile
-from cgx_jax.commands import chart, doctor, rig
+from cgx_jax.commands import charts, doctor, rig
 from processes import command_line, finish, free_port
 
 NO_LINK = rig.missing()
@@ -189,4 +189,4 @@ def test_one_device_is_refused():
     ],
 )
 def test_compression_pays_from_where_a_quartile_clears_for_good(lower, expected):
-    assert chart.pays_from(np.array([1.0, 10.0, 100.0]), np.array(lower)) == expected
+    assert charts.pays_from(np.array([1.0, 10.0, 100.0]), np.array(lower)) == expected

@@ -27,7 +27,7 @@ from summary import Runs, worse_with_error
 
 import tables
 from cgx_jax import Identity, Plan, Quantize
-from cgx_jax.commands.chart import COLORS, PSUM_COLOR
+from cgx_jax.commands.charts import COLORS, PSUM_COLOR
 from cgx_jax.compressors import TopK
 
 TEXTS = [tables.DOCS / "measurements" / f"{name}.md" for name in ("suite", "diloco")]

@@ -73,9 +73,9 @@ def run(
         document = {"machine": machine, "world": links.world, "link": link, "rows": rows}
         parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
     if png_path is not None:
-        from cgx_jax.commands import chart
+        from cgx_jax.commands import charts  # matplotlib is an extra
 
-        chart.draw(rows, links.world, parent(png_path))
+        charts.draw_bench(rows, links.world, parent(png_path))
         print(f"drawn in {png_path}")
 
 
@@ -151,6 +151,12 @@ def quartiles(values: Any) -> list[float]:
     return [float(q) for q in np.percentile(np.asarray(values, np.float64), (25, 50, 75))]
 
 
+def spread(quartiles: Sequence[float]) -> str:
+    """Formats quartiles as the median, with the others in parentheses."""
+    low, median, high = quartiles
+    return f"{median:.2f} ({low:.2f}-{high:.2f})"
+
+
 def figures(world: int, nbytes: int, psum: np.ndarray, mine: np.ndarray) -> Json:
     """Returns a method's figures from its seconds and from psum's in the same repeats."""
     algbw = 8e-9 * nbytes / float(np.median(mine))
@@ -166,7 +172,6 @@ def print_rows(rows: Sequence[Json], *, header: bool) -> None:
     """Prints one line per method."""
     cells = []
     for row in rows:
-        low, ratio, high = row["ratio"]
         cells.append(
             (
                 f"{row['bytes']:,}",
@@ -176,7 +181,7 @@ def print_rows(rows: Sequence[Json], *, header: bool) -> None:
                 f"{row['algbw_gbit']:.2f}",
                 f"{row['busbw_gbit']:.2f}",
                 "",
-                f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+                spread(row["ratio"]),
                 f"{row['wrong']}",
             )
         )

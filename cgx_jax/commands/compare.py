@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from cgx_jax._types import Json
-from cgx_jax.commands.bench import parent, quartiles
+from cgx_jax.commands.bench import parent, quartiles, spread
 from cgx_jax.commands.trial import ALONE, ERROR_STEPS, METHODS, Trial
 from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Column, Progress, table_lines
@@ -99,9 +99,9 @@ def run(
         document |= {"rows": rows, "diloco": rounds}
         parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
     if png_path is not None:
-        from cgx_jax.commands import compare_chart  # matplotlib is an extra
+        from cgx_jax.commands import charts  # matplotlib is an extra
 
-        compare_chart.draw(rows, links.world, parent(png_path))
+        charts.draw_compare(rows, links.world, parent(png_path))
         print(f"drawn in {png_path}")
 
 
@@ -268,13 +268,11 @@ def print_rows(rows: Sequence[Json], *, head: bool = True) -> None:
     """Prints one line per method."""
     cells = []
     for row in rows:
-        low, middle, high = (s * 1e3 for s in row["seconds"])
-        slow, ratio, fast = row["ratio"]
         cells.append(
             (
                 row["method"],
-                f"{middle:.2f} ({low:.2f}-{high:.2f})",
-                f"{ratio:.2f} ({slow:.2f}-{fast:.2f})",
+                spread([1e3 * s for s in row["seconds"]]),
+                spread(row["ratio"]),
                 size_text(row["sent_bytes"]),
                 "" if row["error"] is None else f"{row['error']:.4f}",
             )
@@ -321,5 +319,4 @@ def _best(rows: Sequence[Json]) -> Json:
 
 
 def _said(row: Json) -> str:
-    low, ratio, high = row["ratio"]
-    return f"a step is {ratio:.2f} ({low:.2f}-{high:.2f}) times as fast as with exact gradients"
+    return f"a step is {spread(row['ratio'])} times as fast as with exact gradients"

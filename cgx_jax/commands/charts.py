@@ -1,4 +1,4 @@
-"""The chart of `bench`: time and bus bandwidth against size, drawn by matplotlib."""
+"""The charts of `bench` and `compare`, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PSUM_COLOR = "#4c566a"
 COLORS = ("#d9622b", "#2b7bba", "#3a9a5b", "#8a5bb5", "#b58a2b", "#b52b5b")
 
 
-def draw(rows: Sequence[Json], world: int, path: Path) -> None:
-    """Draws the rows of `bench` into a PNG at `path`."""
+def draw_bench(rows: Sequence[Json], world: int, path: Path) -> None:
+    """Draws time and bus bandwidth against size, from the rows of `bench`, into a PNG at `path`."""
     sizes = np.unique([row["bytes"] for row in rows])
     series = _series(rows)
     figure = Figure(figsize=(11, 4.6), layout="constrained")
@@ -47,6 +47,31 @@ def draw(rows: Sequence[Json], world: int, path: Path) -> None:
     speeds.set_ylim(bottom=0)
     times.legend(frameon=False)
     figure.suptitle(f"All-reduce over {world} ranks: {title}")
+    figure.savefig(path, dpi=150)
+
+
+def draw_compare(rows: Sequence[Json], world: int, path: Path) -> None:
+    """Draws time, bytes and error by method, from the rows of `compare`, into a PNG at `path`."""
+    names = [row["method"] for row in rows]
+    colors = [PSUM_COLOR if name == "exact" else COLORS[1] for name in names]
+    low, middle, high = (np.array([row["seconds"] for row in rows]) * 1e3).T
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    times, sizes, errors = panels
+    spread = [middle - low, high - middle]
+    times.barh(names, middle, xerr=spread, color=colors, error_kw={"lw": 1})
+    times.axvline(middle[0], color="black", lw=1, ls=":")
+    times.set(xlabel="ms per step, median and quartiles", title="Time")
+    times.invert_yaxis()
+    sizes.barh(names, [row["sent_bytes"] / 1e6 for row in rows], color=colors)
+    sizes.set(xlabel="MB sent per rank and step", title="Bytes", xscale="log")
+    errors.barh(names, [row["error"] or 0 for row in rows], color=colors)
+    errors.set(xlabel="relative error of a step's mean", title="Error", xscale="log")
+    for axes in panels:
+        axes.grid(axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"A training step over {world} ranks")
     figure.savefig(path, dpi=150)
 
 
