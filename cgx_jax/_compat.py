@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -240,11 +240,16 @@ def programs_in(values: Iterable[Any]) -> list[Any]:
     """Returns the programs, closed or open, among an equation's parameters."""
     found: list[Any] = []
     for value in values:
-        if isinstance(value, Jaxpr) or hasattr(value, "jaxpr"):
+        if is_program(value):
             found.append(value)
         elif isinstance(value, tuple | list):
             found += programs_in(value)
     return found
+
+
+def is_program(value: object) -> bool:
+    """Whether `value` is a program, closed or open."""
+    return isinstance(value, Jaxpr) or hasattr(value, "jaxpr")
 
 
 def open_program(program: Any) -> Any:
@@ -252,13 +257,17 @@ def open_program(program: Any) -> Any:
     return getattr(program, "jaxpr", program)
 
 
-def constants_within(program: Any) -> list[Any]:
-    """Returns the constants of a program and of all programs within it."""
-    found = list(getattr(program, "consts", ()))
+def programs_within(program: Any) -> Iterator[Any]:
+    """Yields a program and all programs within it."""
+    yield program
     for eqn in open_program(program).eqns:
         for inner in programs_in(eqn.params.values()):
-            found += constants_within(inner)
-    return found
+            yield from programs_within(inner)
+
+
+def constants_within(program: Any) -> list[Any]:
+    """Returns the constants of a program and of all programs within it."""
+    return [x for inner in programs_within(program) for x in getattr(inner, "consts", ())]
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
@@ -275,9 +284,9 @@ def evaluate_one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return list(jax.core.eval_jaxpr(one, (), *own.values()))
 
 
-def is_key_data(jaxpr: Any, number: int) -> bool:
-    """Whether a closed jaxpr uses its input `number` for nothing but PRNG keys."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+def is_key_data(program: Any, number: int) -> bool:
+    """Whether a program uses its input `number` for nothing but PRNG keys."""
+    jaxpr = open_program(program)
     x = jaxpr.invars[number]
     for eqn in jaxpr.eqns:
         for i, operand in enumerate(eqn.invars):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cgx_jax import _compat
 from cgx_jax._types import Pytree
 from cgx_jax.leaves import SCALARS
 from cgx_jax.plain_jit.arguments import (
@@ -145,12 +146,13 @@ class Program:
             if names_manual(error, self.ranks):
                 raise refusal(f"{type(error).__name__}: {error}", self.ranks) from error
             raise
-        for eqn in _equations(made[0]):
-            # JAX would refuse a NamedSharding of the whole mesh only when it compiles.
-            spec = getattr(eqn.params.get("sharding"), "spec", PartitionSpec())
-            placed = eqn.primitive.name == "sharding_constraint"
-            if placed and self.ranks.dimension(spec) is not None:
-                raise refusal(f"a constraint with {spec}", self.ranks)
+        for program in _compat.programs_within(made[0]):
+            for eqn in _compat.open_program(program).eqns:
+                # JAX would refuse a NamedSharding of the whole mesh only when it compiles.
+                spec = getattr(eqn.params.get("sharding"), "spec", PartitionSpec())
+                placed = eqn.primitive.name == "sharding_constraint"
+                if placed and self.ranks.dimension(spec) is not None:
+                    raise refusal(f"a constraint with {spec}", self.ranks)
         return Traced(made[0], trees[0])
 
     def _flat(
@@ -454,16 +456,6 @@ def _shape_of(x: Any, split: Split, times: int, world: int = 1) -> jax.ShapeDtyp
 
 def _untyped(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a program and of those inside it."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for x in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(getattr(x, "jaxpr", x), "eqns"):
-                    yield from _equations(x)
 
 
 def _plain(path: Any) -> str:

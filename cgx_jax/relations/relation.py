@@ -193,7 +193,7 @@ def _alike(a: Any, b: Any) -> bool:
         return True
     if isinstance(a, (tuple, list)) and type(a) is type(b) and len(a) == len(b):
         return all(map(_alike, a, b))
-    if hasattr(getattr(a, "jaxpr", a), "eqns"):
+    if _compat.is_program(a):
         same = _alike(_compat.constants_within(a), _compat.constants_within(b))
         return same and str(a) == str(b) and "callback" not in str(a)
     try:

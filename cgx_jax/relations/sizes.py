@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cgx_jax import _compat
 from cgx_jax.relations.relation import where, without_placement
 
 # JAX leaves these out, or adds them, where a dimension is one.
@@ -42,7 +43,7 @@ class _Sizes:
     def follow(self, one: Any, two: Any, three: Any) -> None:
         """Walks the three programs together."""
         held = [list(getattr(x, "consts", ())) for x in (one, two, three)]
-        one, two, three = (getattr(x, "jaxpr", x) for x in (one, two, three))
+        one, two, three = map(_compat.open_program, (one, two, three))
         counts = [[*map(len, (x.invars, x.constvars, x.outvars))] for x in (one, two, three)]
         if counts[0] != counts[1] or counts[1] != counts[2]:
             raise _Differs("the number of arrays")
@@ -115,8 +116,8 @@ class _Sizes:
                 self.number(x.val, y.val, z.val, at)
         for key, y in two.params.items():
             x, z = one.params.get(key), three.params.get(key)
-            inner = [v if isinstance(v, (tuple, list)) else (v,) for v in (x, y, z)]
-            if all(hasattr(getattr(v, "jaxpr", v), "eqns") for v in inner[1]) and inner[1]:
+            inner = [_compat.programs_in([v]) for v in (x, y, z)]
+            if inner[1]:
                 for programs in zip(*inner, strict=True):
                     self.follow(*programs)
             elif key not in ("sharding", "out_sharding", "weak_type", "context_mesh", "ctx_mesh"):

@@ -52,7 +52,7 @@ class _Walk:
     def inside(self, small: Any, large: Any, given: Sequence[Relation]) -> list[Relation]:
         """Returns the relations of the outputs of a closed or open jaxpr."""
         constants = getattr(small, "consts", ()), getattr(large, "consts", ())
-        small, large = getattr(small, "jaxpr", small), getattr(large, "jaxpr", large)
+        small, large = map(_compat.open_program, (small, large))
         (steps, aliases), (others, more) = without_placement(small), without_placement(large)
         aliases.update(more)
         if [e.primitive for e in steps] != [e.primitive for e in others]:
@@ -146,7 +146,7 @@ class _Walk:
     def call(self, pair: Pair) -> list[Relation]:
         """Follows a call into its program."""
         small, large = _body(pair.small), _body(pair.large)
-        if small is None or len(getattr(small, "jaxpr", small).invars) != len(pair.given):
+        if small is None or len(_compat.open_program(small).invars) != len(pair.given):
             return [pair.refuse("a call whose program cannot be seen")] * pair.count
         return self.inside(small, large, pair.given)
 
@@ -298,14 +298,13 @@ def _running_sum(pair: Pair) -> Relation:
 def _body(eqn: Any) -> Any:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
-            found = eqn.params[key]
-            return found if hasattr(getattr(found, "jaxpr", found), "eqns") else None
+            return eqn.params[key] if _compat.is_program(eqn.params[key]) else None
     return None
 
 
 def _keeps(body: Any, consts: int, i: int) -> bool:
     """Whether a loop's body returns its carry `i` as it is."""
-    body = getattr(body, "jaxpr", body)
+    body = _compat.open_program(body)
     return body.outvars[i] is body.invars[consts + i]
 
 
