@@ -114,13 +114,13 @@ def watch(
     if hidden:
         finite &= ~_counted(before, hidden)[:, 0].any()
     bad = ~axes.on_every_rank(finite, alike=alike and not hidden)
-    sides = [
-        Side(name, Leaf(call.paths[i], x[i].shape, x[i].dtype), call.block_sizes.get(i))
-        for i in floats
-        for name, x in (("in", before), ("out", after))
-    ]
-    around = tuple((str(name), size) for name, size in axes.around.items())
-    report = Report(_action, call.caller, around, tuple(sides))
+    sides = []
+    for i in floats:
+        for name, x in (("in", before[i]), ("out", after[i])):
+            leaf = Leaf(call.paths[i], x.shape, x.dtype)
+            sides.append(Side(name, str(leaf), x.shape, call.block_sizes.get(i)))
+    around = [(str(name), size) for name, size in axes.around.items()]
+    report = Report(_action, call.caller, around, sides)
     number = jnp.int32(-1) if step is None else step
     everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
     varying = frozenset().union(*map(_compat.varying_axes, (bad, number, *before, *after)))
@@ -131,7 +131,7 @@ def watch(
         # By rank and side of each leaf: the number of values and the place of the first.
         table = jnp.stack([_counted(before, floats), out], axis=1).reshape(-1, 2)
         rows = xla.gather(_compat.vary_over(table, ranks), everyone)
-        told = tell(report, number, _rank(axes), rows)
+        told = tell(report, number, lax.axis_index(everyone.names), rows)
         return _compat.vary_over(told, varying)
 
     told = lax.cond(bad, report_found, lambda: _compat.vary_over(jnp.int32(0), varying))
@@ -141,14 +141,6 @@ def watch(
     return [jnp.where(bad, jnp.zeros_like(x), x) for x in results], bad
 
 
-def _constant(x: jax.Array) -> jax.Array:
-    return _compat.plain(lax.stop_gradient(x))
-
-
 def _counted(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> jax.Array:
     """Counts the non-finite values of the leaves with these numbers, i32[numbers, 2]."""
-    return count_nonfinite([_constant(leaves[i]) for i in numbers])
-
-
-def _rank(axes: Axes) -> jax.Array:
-    return lax.axis_index(tuple(axes.around))
+    return count_nonfinite([_compat.plain(lax.stop_gradient(leaves[i])) for i in numbers])

@@ -6,11 +6,11 @@ or into the error that the call returns.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,22 +21,24 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from cgx_jax import _compat
 from cgx_jax.kernels import native, primitives
-from cgx_jax.leaves import Leaf
 
 _LINES = 20  # per report: a NaN in the forward pass is in the gradient of every leaf
 _log = logging.getLogger(__name__)
 
 
 class Side(NamedTuple):
-    """A leaf as operand ("in") or result ("out"), and how many values share a code, if any do."""
+    """A leaf as operand ("in") or result ("out"): its text, its shape and the size of its blocks.
+
+    A block is the values that share a code, if any do.
+    """
 
     name: str
-    leaf: Leaf
+    leaf: str
+    shape: Sequence[int]
     block_size: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """The part of a report that is known while tracing.
 
     `around` has all axes of the mesh with their sizes. `sides` alternate between "in" and "out".
@@ -44,29 +46,8 @@ class Report:
 
     action: str
     caller: str
-    around: tuple[tuple[str, int], ...]
-    sides: tuple[Side, ...]
-
-    def to_json(self) -> str:
-        """Returns text to put into a program, which then needs no object of the tracing process."""
-        sides = [
-            (side.name, side.leaf.path, side.leaf.shape, str(side.leaf.dtype), side.block_size)
-            for side in self.sides
-        ]
-        return json.dumps([self.action, self.caller, self.around, sides])
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        action, caller, around, sides = json.loads(text)
-        return cls(
-            action,
-            caller,
-            tuple((name, size) for name, size in around),
-            tuple(
-                Side(name, Leaf(path, tuple(shape), jnp.dtype(dtype)), block_size)
-                for name, path, shape, dtype, block_size in sides
-            ),
-        )
+    around: Sequence[tuple[str, int]]
+    sides: Sequence[Side]
 
 
 def tell(report: Report, step: Any, rank: Any, table: Any) -> jax.Array:
@@ -75,15 +56,16 @@ def tell(report: Report, step: Any, rank: Any, table: Any) -> jax.Array:
     For each rank and side, the table has the number of non-finite values and the place of the
     first. `step` and `rank`, i32[], are this rank's. A negative step is not reported.
     """
-    (told,) = primitives.bind(
-        report_p, *(jnp.asarray(x)[None] for x in (step, rank, table)), text=report.to_json()
-    )
+    # As text, so that the program needs no object of the tracing process.
+    operands = (jnp.asarray(x)[None] for x in (step, rank, table))
+    (told,) = primitives.bind(report_p, *operands, text=json.dumps(report))
     return told
 
 
 def _report(text: str, steps: Any, ranks: Any, tables: Any) -> None:
     """Reports each element of a batch."""
-    report = Report.from_json(text)
+    action, caller, around, sides = json.loads(text)
+    report = Report(action, caller, around, [Side(*side) for side in sides])
     shape = (len(steps), math.prod(size for _, size in report.around), len(report.sides), 2)
     found = np.reshape(np.asarray(tables), shape)
     for step, rank, table in zip(np.asarray(steps), np.asarray(ranks), found, strict=True):
@@ -106,10 +88,7 @@ def _call_back(steps: Any, ranks: Any, tables: Any, *, text: str) -> list[jax.Ar
 
 def _batch(args: Any, dims: Any, *, text: str) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    front = [
-        jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x[None], (size, *x.shape))
-        for x, d in zip(args, dims, strict=True)
-    ]
+    front = (batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True))
     flat = [x.reshape(-1, *x.shape[2:]) for x in front]
     return primitives.bind(report_p, *flat, text=text), [None]
 
@@ -172,7 +151,7 @@ def _alike(values: np.ndarray) -> list[tuple[tuple[int, int], list[int]]]:
     return list(groups.items())
 
 
-def _ranks(ranks: list[int], around: tuple[tuple[str, int], ...]) -> str:
+def _ranks(ranks: list[int], around: Sequence[tuple[str, int]]) -> str:
     sizes = tuple(size for _, size in around)
     if len(ranks) == math.prod(sizes):
         return "every rank has"
@@ -187,10 +166,10 @@ def _ranks(ranks: list[int], around: tuple[tuple[str, int], ...]) -> str:
 
 
 def _place(side: Side, count: int, first: int) -> str:
-    shape, size = side.leaf.shape, side.block_size
+    shape, size = side.shape, side.block_size
     at = [int(i) for i in np.unravel_index(first, shape)] if shape else []
     bucket = f", bucket {first // size} of {size} values" if size and size > 1 else ""
-    return f"{count} of {side.leaf.size}, the first at {at}{bucket}"
+    return f"{count} of {math.prod(shape)}, the first at {at}{bucket}"
 
 
 def _remedy(found: np.ndarray) -> str:
