@@ -17,7 +17,7 @@ from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import from_bytes, pack, packed_bytes, size_of, to_bytes, unpack
-from cgx_jax.compressors.sparse import Keep, check_keep, kept, position_bits
+from cgx_jax.compressors.sparse import Keep, kept, position_bits, store_keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class AdaptiveThreshold(PayloadCompressor):
     keep: Keep = 0.01
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keep", check_keep("AdaptiveThreshold", self.keep))
+        store_keep(self)
 
     def _counts(self, size: int) -> tuple[int, int]:
-        k = kept("AdaptiveThreshold", self.keep, size)
+        k = kept(self, size)
         return k - k // 2, k // 2
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:

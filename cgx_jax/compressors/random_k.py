@@ -16,7 +16,7 @@ from cgx_jax._types import Key, Pytree
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor
 from cgx_jax.compressors.packing import size_of
-from cgx_jax.compressors.sparse import Keep, check_keep, kept
+from cgx_jax.compressors.sparse import Keep, kept, store_keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RandomK(SummedCompressor):
     scaled: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keep", check_keep("RandomK", self.keep))
+        store_keep(self)
 
     @property
     def unbiased(self) -> bool:
@@ -53,7 +53,7 @@ class RandomK(SummedCompressor):
 
     def _run(self, size: int) -> int:
         """Returns the length of a run, of which one value is sent."""
-        return max(1, -(-size // max(1, kept("RandomK", self.keep, size))))
+        return max(1, -(-size // max(1, kept(self, size))))
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key
-from cgx_jax.arguments import store_whole, whole_number
+from cgx_jax.arguments import store_whole
 from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
@@ -28,26 +28,27 @@ from cgx_jax.kernels.constants import LONGEST_BUCKET
 Keep = float | int
 
 
-def check_keep(where: str, keep: Any) -> Keep:
-    """Returns `keep`: a share in (0, 1], a float, or a count >= 1, an int; raises otherwise."""
-    if isinstance(keep, float):
-        if not 0 < keep <= 1:
-            raise ValueError(
-                f"{where}: keep={keep} must be in (0, 1], the share of values to send. To send a "
-                "number of values, pass an int."
-            )
-        return keep
-    return whole_number(where, "keep", keep, 1)
+def store_keep(code: Any, name: str = "keep") -> None:
+    """Stores option `name`: a share in (0, 1], a float, or a count >= 1, an int; else raises."""
+    keep = getattr(code, name)
+    if not isinstance(keep, float):
+        store_whole(code, name, 1)
+    elif not 0 < keep <= 1:
+        raise ValueError(
+            f"{type(code).__name__}: {name}={keep} must be in (0, 1], the share of values to send. "
+            "To send a number of values, pass an int."
+        )
 
 
-def kept(where: str, keep: Keep, size: int) -> int:
-    """Returns how many of `size` values are kept; raises ValueError if `keep` exceeds `size`."""
+def kept(code: Any, size: int, name: str = "keep") -> int:
+    """Returns how many of `size` values option `name` keeps; raises ValueError if it is more."""
+    keep: Keep = getattr(code, name)
     if isinstance(keep, float):
         return math.ceil(keep * size * (1 - 1e-12))  # 0.07 * 100 is a little over 7
     if keep > size > 0:
         raise ValueError(
-            f"{where}: keep={keep} is more than the {size} values of the leaf; pass a share such "
-            "as keep=0.01, or add a rule that reduces such leaves exactly."
+            f"{type(code).__name__}: {name}={keep} is more than the {size} values of the leaf; "
+            f"pass a share such as {name}=0.01, or add a rule that reduces such leaves exactly."
         )
     return min(keep, size)
 
@@ -221,10 +222,10 @@ class TopK(_Positions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "keep", check_keep(type(self).__name__, self.keep))
+        store_keep(self)
 
     def count(self, size: int) -> int:
-        return kept(type(self).__name__, self.keep, size)
+        return kept(self, size)
 
     def select(self, x: jax.Array, count: int, key: Key) -> tuple[jax.Array, jax.Array]:
         return largest(x, count)
@@ -265,12 +266,12 @@ class Threshold(_Positions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "capacity", check_keep("Threshold", self.capacity))
+        store_keep(self, "capacity")
         if not self.threshold >= 0:
             raise ValueError(f"Threshold: threshold={self.threshold} must be 0 or more.")
 
     def count(self, size: int) -> int:
-        return kept("Threshold", self.capacity, size)
+        return kept(self, size, "capacity")
 
     def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
         return jnp.abs(x).astype(jnp.float32) > np.float32(self.threshold)
@@ -301,12 +302,12 @@ class DGC(_Positions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "keep", check_keep("DGC", self.keep))
+        store_keep(self)
 
     needs_key = True
 
     def count(self, size: int) -> int:
-        return kept("DGC", self.keep, size)
+        return kept(self, size)
 
     def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
         # The threshold depends on the key. Whatever is as large as a value that was sent is above
