@@ -17,16 +17,26 @@ BUCKET = 512
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
 
-def split(x: ArrayLike, size: int) -> jax.Array:
-    """Cuts any array into fp32[buckets, size]; zeros fill up the last bucket."""
+def split(x: ArrayLike, size: int, *, edge: bool = False) -> jax.Array:
+    """Cuts any array into fp32[buckets, size].
+
+    Zeros fill up the last bucket, or with `edge` copies of the last value, which widen no bucket.
+    """
     flat = jnp.ravel(x).astype(jnp.float32)
-    return jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size)
+    mode = "edge" if edge and flat.size else "constant"
+    return jnp.pad(flat, (0, -flat.size % size), mode=mode).reshape(-1, size)
 
 
 def join(rows: jax.Array, like: Shaped) -> jax.Array:
     """The inverse of `split`, in the shape and dtype of `like`."""
     shape = jnp.shape(like)
     return rows.reshape(-1)[: int(np.prod(shape))].reshape(shape).astype(jnp.result_type(like))
+
+
+def of_values(each: jax.Array, size: int, x: ArrayLike) -> jax.Array:
+    """Returns fp32[buckets, 1] or fp32[buckets, size] for each value of `x`, in its shape."""
+    like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
+    return join(jnp.broadcast_to(each, (len(each), size)), like)
 
 
 def count(size: int, bucket: int) -> int:

@@ -71,18 +71,19 @@ class ShiftedLattice(PayloadCompressor):
     def error_bound(self, x: ArrayLike) -> jax.Array:
         """Returns half a step plus twice the rounding of `Quantize`: values are rounded first."""
         value = jnp.asarray(x)
-        rows = _split(value, self.bucket_size)
+        rows = buckets.split(value, self.bucket_size, edge=True)
         each_row = functools.partial(buckets.maximum, axis=1, keepdims=True)
         beyond = each_row(jnp.abs(rows)) + (each_row(rows) + each_row(-rows))
         more = jnp.where(beyond < _MOST, beyond * np.float32(2.0**-20), np.float32(np.inf))
-        each = _join(jnp.broadcast_to(more, rows.shape), value)
+        each = buckets.of_values(more, self.bucket_size, value)
         return self._nearest.error_bound(value) + each
 
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         buckets.require_key(self, key)
         x = jnp.asarray(x)
-        rows = _split(x, self.bucket_size)
-        return self._nearest.encode(_join(self._levels(rows, buckets.words(key)), x))
+        rows = buckets.split(x, self.bucket_size, edge=True)
+        levels = self._levels(rows, buckets.words(key))
+        return self._nearest.encode(buckets.of_values(levels, self.bucket_size, x))
 
     def _levels(self, rows: jax.Array, words: jax.Array) -> jax.Array:
         """Rounds each value to its nearest level; the extremes go to the first and the last level.
@@ -105,15 +106,3 @@ class ShiftedLattice(PayloadCompressor):
 
 _TINY = np.float32(np.finfo(np.float32).tiny)
 _MOST = np.float32(np.finfo(np.float32).max) * np.float32(0.999)
-
-
-def _split(x: jax.Array, size: int) -> jax.Array:
-    """Cuts into fp32[buckets, size]; the padding repeats the last value, so it widens no bucket."""
-    flat = jnp.ravel(x).astype(jnp.float32)
-    mode = "edge" if flat.size else "constant"
-    return jnp.pad(flat, (0, -flat.size % size), mode=mode).reshape(-1, size)
-
-
-def _join(rows: jax.Array, like: jax.Array) -> jax.Array:
-    """The inverse of `_split`, in the shape of `like`, still fp32."""
-    return rows.reshape(-1)[: like.size].reshape(like.shape)

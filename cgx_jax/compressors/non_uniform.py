@@ -52,10 +52,8 @@ class DynamicTree8(PayloadCompressor):
     def error_bound(self, x: ArrayLike) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
         largest = buckets.largest(buckets.split(x, self.bucket_size))
-        like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
-        shape = (len(largest), self.bucket_size)
         share = np.float32(np.diff(tree()).max() / 2 + 2.0**-20)
-        absolute = buckets.join(jnp.broadcast_to(largest * share, shape), like)
+        absolute = buckets.of_values(largest * share, self.bucket_size, x)
         # 0 is a level, so the nearest level is no farther than 0.
         bound = jnp.minimum(absolute, magnitude * np.float32(1 + 2.0**-18))
         return buckets.rounded(jnp.where(jnp.isfinite(absolute), bound, jnp.inf), x)
@@ -160,8 +158,7 @@ class NonUniform(PayloadCompressor):
             least = np.float32(self._powers()[1])
             each = jnp.maximum(jnp.abs(rows), norm * least) * np.float32(1 + 2.0**-18)
             each = each + norm * np.float32(2.0**-22)
-        like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
-        bound = buckets.join(each, like)
+        bound = buckets.of_values(each, self.bucket_size, x)
         return buckets.rounded(jnp.where(jnp.isnan(bound), jnp.inf, bound), x)
 
     def _powers(self) -> np.ndarray:

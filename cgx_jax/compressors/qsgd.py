@@ -82,8 +82,7 @@ class QSGD(PayloadCompressor):
     def error_bound(self, x: ArrayLike) -> jax.Array:
         rows = buckets.split(x, self.bucket_size)
         each = _norm(rows, self.norm == "l2") * (1 / self.levels + 2.0**-18)
-        like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
-        bound = buckets.join(jnp.broadcast_to(each, rows.shape), like)
+        bound = buckets.of_values(each, self.bucket_size, x)
         return buckets.rounded(jnp.where(jnp.isnan(bound), jnp.inf, bound), x)
 
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:

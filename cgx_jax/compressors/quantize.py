@@ -188,10 +188,7 @@ class Quantize(PayloadCompressor):
         so the bound is a multiple of the bucket's L2 norm. It is infinite where a result may exceed
         the dtype's largest value, and where the sum of a rotated bucket may overflow fp32.
         """
-        values = jnp.ravel(x).astype(jnp.float32)
-        pad = -values.size % self.bucket_size
-        rows = jnp.pad(values, (0, pad), mode="edge" if values.size else "constant")
-        rows = rows.reshape(-1, self.bucket_size)
+        rows = buckets.split(x, self.bucket_size, edge=True)
         spread = buckets.maximum(rows, axis=1) + buckets.maximum(-rows, axis=1)
         levels = 2**self.bits - 1
         unit = spread / levels * (1 + 2.0**-7)  # rounded up to bf16 beside zeros
@@ -216,7 +213,7 @@ class Quantize(PayloadCompressor):
             if not self.unbiased:
                 stretch = max(stretch, math.hypot(1, float(NORMAL_RANGE[self.bits]) * outward))
             bound = norm * (stretch + 2.0**-16) * (1 / power)
-            tail = values.size % self.bucket_size
+            tail = jnp.size(x) % self.bucket_size
             sizes = [self.bucket_size, *([tail + -tail % GROUP] if tail else [])]
             blocks = [min(n & -n, 512) for n in sizes]
             # Subnormal numbers may be flushed to zero: in every code, and in both directions at the
@@ -239,8 +236,7 @@ class Quantize(PayloadCompressor):
         reach = largest + spread * 2.0**-7 + (bound if self.rotation else 0)
         fits = (reach < most) & (spread * (1 + 2.0**-7) < float(info.max))
         bound = jnp.where(fits, bound, jnp.inf)
-        each = jnp.repeat(bound, self.bucket_size)[: values.size]
-        return each.reshape(jnp.shape(x))
+        return buckets.of_values(bound[:, None], self.bucket_size, x)
 
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
@@ -248,11 +244,10 @@ class Quantize(PayloadCompressor):
             raise TypeError(
                 f"{self}: cannot encode {x.dtype}; it takes float32, bfloat16, float16."
             )
-        if self.needs_key and key is None:
-            raise ValueError(
-                f"{self}: stochastic rounding needs a key; pass key=jax.random.key(n)."
-            )
-        words = buckets.words(key) if self.needs_key else np.zeros(2, np.uint32)
+        words: Any = np.zeros(2, np.uint32)
+        if self.needs_key:
+            buckets.require_key(self, key)
+            words = buckets.words(key)
         payload, _ = primitives.encode(Sent(words, [x]), Layout((self.slot(x.shape),), 1))
         return payload.reshape(-1)
 

@@ -140,8 +140,7 @@ class ScaledSign(_Scaled):
         flat = jnp.ravel(x)
         rows = jnp.abs(buckets.split(flat, self.bucket_size))
         lost = jnp.maximum(rows, self._scale(flat)) * (1 + 2.0**-18)
-        like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
-        return buckets.rounded(buckets.join(lost, like), x)
+        return buckets.rounded(buckets.of_values(lost, self.bucket_size, x), x)
 
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
@@ -172,9 +171,8 @@ class OneBit(_Scaled):
     def error_bound(self, x: ArrayLike) -> jax.Array:
         rows = jnp.abs(buckets.split(x, self.bucket_size))
         largest = buckets.maximum(rows, axis=1, keepdims=True)
-        lost = jnp.broadcast_to(largest * (1 + 2.0**-18), rows.shape)
-        like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
-        return buckets.rounded(buckets.join(lost, like), x)
+        lost = buckets.of_values(largest * (1 + 2.0**-18), self.bucket_size, x)
+        return buckets.rounded(lost, x)
 
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)

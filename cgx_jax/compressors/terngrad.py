@@ -47,9 +47,7 @@ class _Ternary(PayloadCompressor):
         return buckets.join(rows * from_bytes(scales, (len(rows), 1), jnp.float32), like)
 
     def _bound(self, x: ArrayLike, each: jax.Array) -> jax.Array:
-        like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
-        shape = (len(each), self.bucket_size)
-        return buckets.join(jnp.broadcast_to(each * (1 + 2.0**-18), shape), like)
+        return buckets.of_values(each * (1 + 2.0**-18), self.bucket_size, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +154,8 @@ class SharedTernGrad(SummedCompressor):
         value = x.astype(jnp.float32)
         ready = jax.vmap(lambda v: _clipped(v, self.clip))(value)
         scale = jax.vmap(self._scales)(ready).max(0)
-        each = jnp.broadcast_to(scale, (len(scale), self.bucket_size))
-        like = jax.ShapeDtypeStruct(x.shape[1:], jnp.float32)
-        bound = buckets.join(each, like) * np.float32(x.shape[0] * (1 + 2.0**-18))
+        bound = buckets.of_values(scale, self.bucket_size, value[0])
+        bound = bound * np.float32(x.shape[0] * (1 + 2.0**-18))
         return bound + jnp.abs(value - ready).sum(0)
 
     def _scales(self, x: jax.Array) -> jax.Array:
