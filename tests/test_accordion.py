@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 
 import jax
 import numpy as np
@@ -13,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from adaptive_training import LIKE, SCALE, Training, gradients, mesh
 from cgx_jax import Adaptive, ErrorFeedback, Quantize
-from cgx_jax.host import untrusted
 from cgx_jax.policies import Accordion, Problem, Uniform
 from cgx_jax.policies.decide import Refresh, last_norm
 
@@ -121,15 +119,11 @@ def test_the_threshold_itself_is_critical_and_so_is_the_first_look(change, chose
     assert Accordion(0.5).solve(problem(change)).tolist() == [chosen] * 3
 
 
-def test_records_without_a_norm_leave_none_to_compare_with():
-    old = {"step": 1, "outcome": "kept", "bits": [8], "nbytes": 1, "error": 0.0}
-    old |= {"relative": [0.1], "unusable": [], "nonfinite": []}
-    record = untrusted.typed(old, Refresh, "it")
-    assert math.isnan(record.norm)
-    assert last_norm([record]) is None
-    known = dataclasses.replace(record, norm=3.0)
-    lost = dataclasses.replace(record, norm=5.0, outcome="unusable")
+def test_a_look_that_is_not_usable_leaves_no_norm_to_compare_with():
+    known = Refresh(1, "kept", (8,), 1, 0.0, (0.1,), (), (), norm=3.0)
+    lost = dataclasses.replace(known, norm=5.0, outcome="unusable")
     assert last_norm([known, lost]) == 3.0
+    assert last_norm([lost]) is None
 
 
 WRONG = {

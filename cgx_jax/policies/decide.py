@@ -104,8 +104,7 @@ class Refresh:
     (`Compressor.width`) of the plan that holds afterwards. `nbytes` is its payload, and `error` its
     squared error according to the statistics, both over adaptive leaves. `relative` is each leaf's
     error over its norm. `nonfinite` names leaves that held a NaN or infinity since the last look.
-    `norm` is the L2 norm of all adaptive leaves' gradients together, NaN in records of versions
-    without it.
+    `norm` is the L2 norm of all adaptive leaves' gradients together.
     """
 
     step: int
@@ -116,7 +115,7 @@ class Refresh:
     relative: tuple[float, ...]
     unusable: tuple[str, ...]
     nonfinite: tuple[str, ...]
-    norm: float = math.nan
+    norm: float
 
     @classmethod
     def of(
@@ -152,8 +151,8 @@ def norm_of(averages: dict[str, np.ndarray]) -> float:
 
 
 def last_norm(history: Sequence[Refresh]) -> float | None:
-    """Returns the norm at the last look that has one; None if none has."""
-    norms = [r.norm for r in history if r.outcome != "unusable" and not math.isnan(r.norm)]
+    """Returns the norm at the last look that was usable; None without one."""
+    norms = [r.norm for r in history if r.outcome != "unusable"]
     return norms[-1] if norms else None
 
 
