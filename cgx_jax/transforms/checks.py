@@ -62,16 +62,15 @@ class Expected(NamedTuple):
 
 def require_options(caller: str, memory: Any, precondition: Any, seed: Any) -> None:
     """Raises TypeError for an option of another type, such as a class in place of an instance."""
-    if memory is not None and not isinstance(memory, Memory):
-        raise TypeError(
-            f"{caller}: memory={memory!r} is no Memory; pass an instance such as "
-            "cgx_jax.ErrorFeedback(), or None."
-        )
-    if precondition is not None and not isinstance(precondition, SecondMoment):
-        raise TypeError(
-            f"{caller}: precondition={precondition!r} is no SecondMoment; pass an instance, "
-            "cgx_jax.SecondMoment(), or None."
-        )
+    for name, value, kind, example in (
+        ("memory", memory, Memory, "ErrorFeedback"),
+        ("precondition", precondition, SecondMoment, "SecondMoment"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{caller}: {name}={value!r} is no {kind.__name__}; pass an instance such as "
+                f"cgx_jax.{example}(), or None."
+            )
     if not isinstance(seed, int | np.integer | np.ndarray | jax.Array):
         raise TypeError(f"{caller}: seed={seed!r} is not an integer.")
 

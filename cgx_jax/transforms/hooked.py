@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 
 from cgx_jax import _compat
 from cgx_jax._types import Pytree
+from cgx_jax.leaves import operand_of
 
 _NEXT = {"value": "tangent", "tangent": "cotangent", "cotangent": "tangent"}
 
@@ -44,12 +45,11 @@ def _refuse(x: Any, *, name: str, path: str, axes: tuple[Any, ...], casts: bool 
         return None
 
     if found := _marked(x, summed):
-        where = f"leaf {path!r}" if path else "the operand"
         raise ValueError(
-            f"{name}: {where} depends on parameters whose gradient is summed over axis {found!r} "
-            "already: they are hooked, or jax.lax.pcast makes them vary inside the differentiated "
-            "function. Their gradient would be multiplied by the number of ranks. Call "
-            f"{name} once on each parameter, and make parameters vary before jax.grad only."
+            f"{operand_of(name, path)} depends on parameters whose gradient is summed over axis "
+            f"{found!r} already: they are hooked, or jax.lax.pcast makes them vary inside the "
+            "differentiated function. Their gradient would be multiplied by the number of ranks. "
+            f"Call {name} once on each parameter, and make parameters vary before jax.grad only."
         )
 
 
