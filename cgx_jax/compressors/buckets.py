@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,10 +12,26 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from cgx_jax._types import Key, Shaped
+from cgx_jax.arguments import store_whole
+from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.kernels.reference import random_bits
 
 BUCKET = 512
 _TINY = np.float32(np.finfo(np.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucketed(PayloadCompressor):
+    """A code of buckets of `bucket_size` values, each with a scale of its own."""
+
+    bucket_size: int = BUCKET
+
+    def __post_init__(self) -> None:
+        store_whole(self, "bucket_size", 1)
+
+    @property
+    def block_size(self) -> int | None:
+        return self.bucket_size
 
 
 def split(x: ArrayLike, size: int, *, edge: bool = False) -> jax.Array:

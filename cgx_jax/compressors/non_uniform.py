@@ -24,7 +24,7 @@ ROUNDS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicTree8(PayloadCompressor):
+class DynamicTree8(buckets.Bucketed):
     """8 bits per value: a sign, a power of ten and a fraction, relative to the bucket's largest.
 
     The fewer bits the power takes, the more are left for the fraction. The fraction has 64 steps
@@ -33,15 +33,6 @@ class DynamicTree8(PayloadCompressor):
     Raises ValueError for a bucket_size below 1. Source: dynamic tree quantization (Dettmers, ICLR
     2016).
     """
-
-    bucket_size: int = buckets.BUCKET
-
-    def __post_init__(self) -> None:
-        store_whole(self, "bucket_size", 1)
-
-    @property
-    def block_size(self) -> int:
-        return self.bucket_size
 
     width = 8
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key, Pytree
-from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import (
@@ -102,21 +101,7 @@ class _Verdict(_Vote):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scaled(PayloadCompressor):
-    """Signs with magnitudes per bucket."""
-
-    bucket_size: int = buckets.BUCKET
-
-    def __post_init__(self) -> None:
-        store_whole(self, "bucket_size", 1)
-
-    @property
-    def block_size(self) -> int:
-        return self.bucket_size
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaledSign(_Scaled):
+class ScaledSign(buckets.Bucketed):
     """The sign of every value times the mean magnitude of its bucket.
 
     A value takes one bit, and a bucket 4 more bytes. The code loses a share of at most 1 - |x|_1² /
@@ -155,7 +140,7 @@ class ScaledSign(_Scaled):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBit(_Scaled):
+class OneBit(buckets.Bucketed):
     """One bit per value: the mean of its bucket's negative values, or of the others.
 
     A bucket takes 8 more bytes for the two means. The code is a projection, so error feedback makes

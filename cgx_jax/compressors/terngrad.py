@@ -15,7 +15,6 @@ from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import (
     Maxima,
-    PayloadCompressor,
     Rounds,
     Summed,
     SummedCompressor,
@@ -25,13 +24,8 @@ from cgx_jax.kernels import codes
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ternary(PayloadCompressor):
+class _Ternary(buckets.Bucketed):
     """-scale, 0 or scale: five values in a byte, and 4 bytes for each bucket's scale."""
-
-    bucket_size: int = buckets.BUCKET
-
-    def __post_init__(self) -> None:
-        store_whole(self, "bucket_size", 1)
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
@@ -197,10 +191,6 @@ class ThreeLC(_Ternary):
         super().__post_init__()
         if not 1 <= self.sparsity < 2:
             raise ValueError(f"ThreeLC: sparsity={self.sparsity} must be in [1, 2).")
-
-    @property
-    def block_size(self) -> int:
-        return self.bucket_size
 
     def _scale(self, rows: jax.Array) -> jax.Array:
         most = np.float32(np.finfo(np.float32).max)
