@@ -204,7 +204,21 @@ def _scattered(at: jax.Array, taken: jax.Array, size: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(_Positions):
+class _Keeping(_Positions):
+    """The positions of `keep` values: a share of the leaf (float), or a number (int)."""
+
+    keep: Keep = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        store_keep(self)
+
+    def count(self, size: int) -> int:
+        return kept(self, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(_Keeping):
     """The `keep` largest values in magnitude: a share of the leaf (float), or a number (int).
 
     A position takes ceil(log2(n + 1)) bits, and a value the bits of the code `values`. By default
@@ -217,15 +231,6 @@ class TopK(_Positions):
     number above the leaf's size; TypeError for a `values` code that cannot encode arbitrary runs of
     values. Source: Aji and Heafield (EMNLP 2017).
     """
-
-    keep: Keep = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        store_keep(self)
-
-    def count(self, size: int) -> int:
-        return kept(self, size)
 
     def select(self, x: jax.Array, count: int, key: Key) -> tuple[jax.Array, jax.Array]:
         return largest(x, count)
@@ -284,7 +289,7 @@ class Threshold(_Positions):
 
 
 @dataclasses.dataclass(frozen=True)
-class DGC(_Positions):
+class DGC(_Keeping):
     """About the `keep` largest values: those above a threshold that a sample of the leaf gives.
 
     The sample is every 400th value, but at least 16,384 values, from a random place on. Its
@@ -295,19 +300,10 @@ class DGC(_Positions):
     missing key. Source: deep gradient compression (Lin et al., ICLR 2018).
     """
 
-    keep: Keep = 0.01
-
     SAMPLE: ClassVar[int] = 16384
     STRIDE: ClassVar[int] = 400
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        store_keep(self)
-
     needs_key = True
-
-    def count(self, size: int) -> int:
-        return kept(self, size)
 
     def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
         # The threshold depends on the key. Whatever is as large as a value that was sent is above
