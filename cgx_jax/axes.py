@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from cgx_jax import _compat
@@ -28,6 +28,16 @@ def names_of(axis_name: AxisName) -> tuple[str, ...]:
     """Returns the names of one axis or of several."""
     names: Any = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     return tuple(names)
+
+
+def require_axes(caller: str, names: Sequence[str], mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError for an axis that is not in the mesh."""
+    missing = [n for n in names if n not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"{caller}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}. Name "
+            "only these in axis_name."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from cgx_jax.axes import require_axes
 from cgx_jax.plain_jit.arguments import (
     CALLER,
     Argument,
@@ -36,12 +37,7 @@ class Ranks:
     @classmethod
     def of(cls, names: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Ranks:
         """Raises ValueError if the mesh lacks an axis."""
-        missing = [n for n in names if n not in mesh.axis_names]
-        if missing or not names:
-            raise ValueError(
-                f"{CALLER}: axis {missing[0] if missing else names!r} is not in the mesh; it has "
-                f"{mesh.axis_names}. Pass one of these, or a tuple of them, as axis_name."
-            )
+        require_axes(CALLER, names, mesh)
         return cls(mesh, names, math.prod(mesh.shape[n] for n in names))
 
     @property

@@ -12,11 +12,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.axes import axes_by_dimension, names_of
+from cgx_jax.axes import axes_by_dimension, names_of, require_axes
 from cgx_jax.leaves import leaves_of, path_of
 from cgx_jax.transforms.checks import require_whole
 from cgx_jax.transforms.cuts import Cut
-from cgx_jax.transforms.own_rows import is_bound, require_axes
+from cgx_jax.transforms.own_rows import is_bound
 from cgx_jax.transforms.state import SyncState, is_any_tree, state_specs
 
 Step = Callable[[Pytree, Any, tuple[Cut, ...]], tuple[Pytree, Any]]

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.axes import Axes, names_of
+from cgx_jax.axes import Axes, names_of, require_axes
 
 
 def axes_of(caller: str, axis_name: AxisName) -> AxisName:
@@ -24,15 +24,6 @@ def axes_of(caller: str, axis_name: AxisName) -> AxisName:
             "gradients are reduced over, or a tuple of names."
         )
     return axis_name
-
-
-def require_axes(caller: str, names: tuple[str, ...], mesh: Mesh | AbstractMesh) -> None:
-    """Raises ValueError for an axis that is not in the mesh."""
-    missing = [n for n in names if n not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"{caller}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}."
-        )
 
 
 def rows_of(

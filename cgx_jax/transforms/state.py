@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.axes import Axes, names_of
+from cgx_jax.axes import Axes, names_of, require_axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf, leaves_of, path_of
 from cgx_jax.plan import Plan
 from cgx_jax.transforms.memory import Memory
-from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row, require_axes, rows_of
+from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row, rows_of
 from cgx_jax.transforms.precondition import Moments, SecondMoment
 
 CALLER = "sync_gradients"

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cgx_jax.axes import require_axes
 from cgx_jax.calls.psum import psum_compressed
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
@@ -57,10 +58,7 @@ class LinkTimer:
     """
 
     def __init__(self, caller: str, mesh: Mesh, axis: str) -> None:
-        if axis not in mesh.axis_names:
-            raise ValueError(
-                f"{caller}: axis {axis!r} is not in the mesh; it has {mesh.axis_names}."
-            )
+        require_axes(caller, (axis,), mesh)
         self.mesh, self.axis, self.world = mesh, axis, mesh.shape[axis]
         if self.world < 2:
             raise ValueError(
