@@ -16,14 +16,7 @@ from cgx_jax._types import Key
 from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
-from cgx_jax.compressors.packing import (
-    from_bytes,
-    pack,
-    packed_bytes,
-    size_of,
-    to_bytes,
-    unpack,
-)
+from cgx_jax.compressors.packing import from_bytes, pack, packed_bytes, size_of, to_bytes, unpack
 from cgx_jax.kernels import codes
 from cgx_jax.kernels.constants import LONGEST_BUCKET
 

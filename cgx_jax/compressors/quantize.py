@@ -17,10 +17,7 @@ from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import CodedLeaf, PayloadCompressor
 from cgx_jax.compressors.codes import ChunkCode, WholeCode
-from cgx_jax.compressors.quantized import (
-    QuantizedChunks,
-    QuantizedWhole,
-)
+from cgx_jax.compressors.quantized import QuantizedChunks, QuantizedWhole
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.reference import NORMAL_RANGE

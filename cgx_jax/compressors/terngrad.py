@@ -13,12 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cgx_jax._types import Key, Pytree
 from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
-from cgx_jax.compressors.base import (
-    Maxima,
-    Rounds,
-    Summed,
-    SummedCompressor,
-)
+from cgx_jax.compressors.base import Maxima, Rounds, Summed, SummedCompressor
 from cgx_jax.compressors.packing import from_bytes, pack_trits, size_of, to_bytes, unpack_trits
 from cgx_jax.kernels import codes
 

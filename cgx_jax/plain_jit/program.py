@@ -34,12 +34,7 @@ from cgx_jax.plain_jit.arguments import (
     without,
 )
 from cgx_jax.plain_jit.gathers import Gather, Shard, evaluate
-from cgx_jax.plain_jit.manual import (
-    boxes_without,
-    logical_rules_without,
-    names_manual,
-    refusal,
-)
+from cgx_jax.plain_jit.manual import boxes_without, logical_rules_without, names_manual, refusal
 from cgx_jax.plain_jit.split import Ranks, Split
 from cgx_jax.relations.relation import (
     DRAWS,
@@ -156,10 +151,7 @@ class Program:
         return Traced(made[0], trees[0])
 
     def _flat(
-        self,
-        trees: list[Any],
-        arrays: Sequence[jax.Array],
-        gathers: Mapping[int, Gather] = _EMPTY,
+        self, trees: list[Any], arrays: Sequence[jax.Array], gathers: Mapping[int, Gather] = _EMPTY
     ) -> list[Any]:
         trained = [i for i, place in enumerate(self.places) if place.trained]
 

@@ -198,9 +198,7 @@ class Rules(Policy):
         elif most.size >= MIN_SIZE:
             return
         warnings.warn(
-            f"Rules: all leaves are reduced exactly, also {most}: {why}.",
-            UserWarning,
-            stacklevel=2,
+            f"Rules: all leaves are reduced exactly, also {most}: {why}.", UserWarning, stacklevel=2
         )
 
     @staticmethod

@@ -30,12 +30,7 @@ from cgx_jax.transforms.checks import (
     require_rows,
     require_type,
 )
-from cgx_jax.transforms.inner_axes import (
-    init_on_shards,
-    shards_of,
-    specs_in_types,
-    specs_of,
-)
+from cgx_jax.transforms.inner_axes import init_on_shards, shards_of, specs_in_types, specs_of
 from cgx_jax.transforms.own_rows import as_rows, axes_of, is_bound, own_row, rows_of
 from cgx_jax.transforms.state import Fragment, LocalState, is_any_tree, sync_states
 from cgx_jax.transforms.sync_gradients import Sync

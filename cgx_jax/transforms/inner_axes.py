@@ -25,11 +25,7 @@ _REPLICATED: Any = PartitionSpec()
 
 
 def specs_of(
-    caller: str,
-    specs: Pytree,
-    tree: Pytree,
-    names: Sequence[str],
-    mesh: Mesh | AbstractMesh | None,
+    caller: str, specs: Pytree, tree: Pytree, names: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> list[PartitionSpec]:
     """Returns the spec of each leaf, from its path or a tree of specs, NamedShardings or arrays.
 
@@ -92,11 +88,7 @@ def written(spec: PartitionSpec) -> str:
 
 
 def check_spec(
-    caller: str,
-    what: str,
-    spec: PartitionSpec,
-    shape: Sequence[int],
-    mesh: Mesh | AbstractMesh,
+    caller: str, what: str, spec: PartitionSpec, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> None:
     """Raises ValueError if a spec names an unknown axis or does not divide a leaf of this shape."""
     entries = axes_by_dimension(spec, max(len(spec.partitions), len(shape)))

@@ -102,8 +102,7 @@ def candidates(
 def _settings(offered: Offered, sizes: tuple[int, ...]) -> Iterator[Setting]:
     near = (None, *offered.levels)
     return itertools.starmap(
-        Setting,
-        itertools.product(offered.exchanges, (None, *offered.reductions), near, sizes),
+        Setting, itertools.product(offered.exchanges, (None, *offered.reductions), near, sizes)
     )
 
 

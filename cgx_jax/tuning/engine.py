@@ -19,11 +19,7 @@ from cgx_jax.tuning.candidates import streams
 from cgx_jax.tuning.link_timer import LinkTimer, gradient
 from cgx_jax.tuning.race import relative
 
-VALUES = {
-    "segment_bytes": (1 << 15, 1 << 17, 1 << 19),
-    "window": (2, 4, 8),
-    "threads": (1, 2, 4),
-}
+VALUES = {"segment_bytes": (1 << 15, 1 << 17, 1 << 19), "window": (2, 4, 8), "threads": (1, 2, 4)}
 SIZES = (1 << 20, 1 << 24)  # fp32 bytes of the buffers on which options are measured
 ROUNDS = 6
 CALLS = 3 * ROUNDS * sum(map(len, VALUES.values()))  # of a descent, per size
@@ -88,10 +84,7 @@ def _run_with(links: LinkTimer, engine: Mpi) -> None:
 
 
 def descend(
-    start: Mpi,
-    chunk: int,
-    cores: int,
-    measure: Callable[[Sequence[Mpi]], np.ndarray | None],
+    start: Mpi, chunk: int, cores: int, measure: Callable[[Sequence[Mpi]], np.ndarray | None]
 ) -> Mpi:
     """Returns the options that a descent from `start` finds, one option after the other.
 
