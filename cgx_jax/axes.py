@@ -235,16 +235,12 @@ class Axes:
         return [divided(total, divisor, x.dtype) for total, x in totals]
 
     def _by(self, collective: Callable[..., Any]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        return lambda leaves: collective(leaves, self._name, axis_index_groups=self.groups)
+        return lambda leaves: collective(leaves, self.names, axis_index_groups=self.groups)
 
     def _rows(self, x: jax.Array) -> jax.Array:
         x = _compat.vary_over(jnp.asarray(x), frozenset(self.names))
         out: jax.Array = lax.all_gather(x, self.names, axis_index_groups=self.groups)
         return out
-
-    @property
-    def _name(self) -> str | tuple[str, ...]:
-        return self.names[0] if len(self.names) == 1 else self.names
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

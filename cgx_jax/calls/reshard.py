@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -286,8 +285,7 @@ def _forward(group: _Group, leaves: list[jax.Array], key: Key) -> Pytree:
 
 def _backward(group: _Group, key: Key, cotangents: list[jax.Array]) -> Pytree:
     own = folded(_NAME, key, rows.BACKWARD)
-    no_gradient = None if key is None else np.zeros(jnp.shape(key), jax.dtypes.float0)
-    return _moved(group.back(), cotangents, own), no_gradient
+    return _moved(group.back(), cotangents, own), None
 
 
 _moved_back.defvjp(_forward, _backward)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
@@ -85,10 +84,10 @@ class _Hook:
         before = [_compat.varying_axes(x) for x in leaves]
         identity = jax.custom_vjp(self._forward)
 
-        def backward(key: Key, cotangents: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        def backward(key: Key, cotangents: tuple[Any, ...]) -> tuple[None, tuple[Any, ...]]:
             summed = values_of(self.taken, cotangents, key)
             out = tuple(_compat.vary_over(x, axes) for x, axes in zip(summed, before, strict=True))
-            return jax.tree.map(_no_gradient, key), out
+            return None, out
 
         identity.defvjp(lambda key, xs: (self._forward(key, xs), key), backward)
         return identity(key, leaves)
@@ -96,7 +95,3 @@ class _Hook:
     def _forward(self, key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         vary = self.taken.options.axes.varying()
         return tuple(_compat.vary_over(x, vary) for x in leaves)
-
-
-def _no_gradient(key: jax.Array) -> np.ndarray:
-    return np.zeros(jnp.shape(key), jax.dtypes.float0)

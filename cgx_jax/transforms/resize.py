@@ -64,9 +64,9 @@ def resize_state(state: Pytree, world: int) -> Pytree:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = resized(mark, jax.random.key_data(x))
             return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
-        row = _zero if mark is PerRank.RESTART else _mean
-        # On the host, where copies of a row take no memory.
-        return np.broadcast_to(row(np.asarray(x)), shape)
+        rows = np.asarray(x)
+        row = np.zeros_like(rows[0]) if mark is PerRank.RESTART else _mean(rows)
+        return np.broadcast_to(row, shape)  # on the host, where copies of a row take no memory
 
     return map_parts(_NAME, state, resized, lambda x: x)
 
@@ -83,7 +83,3 @@ def _mean(rows: np.ndarray) -> np.ndarray:
         )
     first: np.ndarray = rows[0]
     return first
-
-
-def _zero(rows: np.ndarray) -> np.ndarray:
-    return np.zeros_like(rows[0])

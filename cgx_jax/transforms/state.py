@@ -120,11 +120,8 @@ _STATES: tuple[Any, ...] = (SyncState, CodeState, Fragment, LocalState)
 def _marks(kind: Any) -> dict[str, Any]:
     """Returns the marks of a state's fields: a `PerRank`, or the kind of state that a field is."""
     hints = get_type_hints(kind, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if _is_marked(hint)}
-
-
-def _is_marked(hint: Any) -> bool:
-    return get_origin(hint) is Annotated
+    marked = {name: hint for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return {name: hint.__metadata__[0] for name, hint in marked.items()}
 
 
 def state_specs(state: Pytree, axis_name: AxisName) -> Pytree:

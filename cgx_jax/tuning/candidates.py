@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cgx_jax import _compat
-from cgx_jax.axes import SMALL_BYTES, Axes
+from cgx_jax.axes import SMALL_BYTES
 from cgx_jax.choice import Profile, auto
 from cgx_jax.choice.profile import ONE_SHOT
 from cgx_jax.exchanges import nccl
@@ -44,10 +44,6 @@ class Asked(NamedTuple):
     in_units: bool
     later: tuple[Plan, ...] = ()
 
-    @property
-    def axes(self) -> Axes:
-        return self.options.axes
-
 
 class Candidate(NamedTuple):
     """A setting, and the seconds and bytes that its reductions take per step.
@@ -79,12 +75,13 @@ def candidates(
     bytes. Raises ValueError for levels that do not fit the axes.
     """
     for call, levels in itertools.product(asked, offered.levels):
-        levels.split(call.options.name, call.axes)
+        levels.split(call.options.name, call.options.axes)
     psum = _program(Setting(), asked)
     exact = _candidate(Setting(), psum, asked, profile)
     known, found = {psum}, []
     sizes = IN_BACKWARD if any(call.options.overlaps for call in asked) else FUSION
-    for setting in _settings(offered, sizes):
+    parts = (None, *offered.reductions), (None, *offered.levels), sizes
+    for setting in itertools.starmap(Setting, itertools.product(offered.exchanges, *parts)):
         try:
             program = _program(setting, asked)
             for call in asked:
@@ -97,13 +94,6 @@ def candidates(
             found.append(_candidate(setting, program, asked, profile))
     ranked = sorted(found, key=lambda c: (-c.setting.fusion_bytes, _cost(c)))
     return [exact, *(c for c in ranked if _cost(c) < _limit(c, exact))]
-
-
-def _settings(offered: Offered, sizes: tuple[int, ...]) -> Iterator[Setting]:
-    near = (None, *offered.levels)
-    return itertools.starmap(
-        Setting, itertools.product(offered.exchanges, (None, *offered.reductions), near, sizes)
-    )
 
 
 def _cost(candidate: Candidate) -> tuple[bool, float]:
@@ -134,7 +124,7 @@ def _candidate(
     nbytes = 0
     times: list[float | None] = []
     for call, buffers in zip(asked, program, strict=True):
-        world = call.axes.world
+        world = call.options.axes.world
         measured = profile if profile is not None and profile.world == world else None
         exact = list(call.plan.exact)
         for buffer, way in buffers:
@@ -166,7 +156,8 @@ def _predicted(
     profile: Profile | None, way: Way, call: Asked, buffer: tuple[int, ...]
 ) -> float | None:
     """Returns the seconds of one buffer, or None if no profile measured such buffers."""
-    across, sent, _ = way.reduction.across_links(call.plan.coded(buffer), call.axes.world)
+    world = call.options.axes.world
+    across, sent, _ = way.reduction.across_links(call.plan.coded(buffer), world)
     kinds = {ScatterGather(): "", GatherSum(): ONE_SHOT}
     if profile is None or across not in kinds:
         return None

@@ -241,10 +241,11 @@ class Tuner(Chooser):
                 strict=True,
             )
         ]
+        axes = [call.options.axes for call in self._asked]
         topology = installation.facts() | {
             "mpi": installation.mpi_library(),
             "hosts": agreement.hosts(),
-            "axes": [[list(map(str, c.axes.names)), c.axes.world] for c in self._asked],
+            "axes": [[list(map(str, x.names)), x.world] for x in axes],
             "overlaps": [c.options.overlaps for c in self._asked],
             "exchanges": list(dict.fromkeys(e.shorthand for e in self._offered.exchanges)),
             "reductions": [r.shorthand for r in self._reductions],
@@ -314,7 +315,7 @@ def _exchanges(asked: Sequence[Asked]) -> tuple[Exchange, ...]:
     The options are those of the profile or, without one, the defaults. Without a profile, NCCL is
     offered with each number of streams.
     """
-    axes = [call.axes.names for call in asked]
+    axes = [call.options.axes.names for call in asked]
     usable = [e for e in auto.available(axes[0]) if all(e.usable(names) for names in axes)]
     profile = auto.active()
     offered: list[Exchange] = []
