@@ -17,6 +17,19 @@ from jax.typing import DTypeLike
 T = TypeVar("T")
 
 
+def identity(name: str, aval: Callable[..., Any] = lambda x, *_, **params: x) -> Primitive:
+    """Returns a primitive that returns its first operand, with the type that `aval` gives it.
+
+    It costs nothing at run time.
+    """
+    p = Primitive(name)
+    p.def_impl(lambda x, *_, **params: x)
+    p.def_abstract_eval(aval)
+    batching.defvectorized(p)
+    mlir.register_lowering(p, lambda ctx, x, *_, **params: [x])
+    return p
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """Returns the mesh axes over which `x` is typed as varying (none outside check_vma)."""
     return frozenset(jax.typeof(x).mat.varying)
@@ -102,15 +115,12 @@ def _retyped(x: T, like: Any) -> T:
 
 # On each device, a value with `reduced` or `unreduced` axes is an ordinary value. Only AD reads
 # these types, so a computation without them needs a derivative of its own.
-_retype_p = Primitive("cgx_retype")
-_retype_p.def_impl(lambda x, *, like: x)
-_retype_p.def_abstract_eval(
+_retype_p = identity(
+    "cgx_retype",
     lambda x, *, like: x.update(
         manual_axis_type=like.update(varying=x.mat.varying), weak_type=False
-    )
+    ),
 )
-batching.defvectorized(_retype_p)
-mlir.register_lowering(_retype_p, lambda ctx, x, *, like: [x])
 
 
 def same_over(x: T, axes: Sequence[str]) -> T:
@@ -122,11 +132,7 @@ def same_over(x: T, axes: Sequence[str]) -> T:
 
 # JAX types some values as varying that are the same on all ranks, such as the result of successive
 # gathers over groups that together cover all ranks.
-_same_p = Primitive("cgx_same")
-_same_p.def_impl(lambda x, *, axes: x)
-_same_p.def_abstract_eval(lambda x, *, axes: reduced_aval(x, axes))
-batching.defvectorized(_same_p)
-mlir.register_lowering(_same_p, lambda ctx, x, *, axes: [x])
+_same_p = identity("cgx_same", lambda x, *, axes: reduced_aval(x, axes))
 
 
 def same_everywhere(x: jax.Array) -> jax.Array:
@@ -135,14 +141,11 @@ def same_everywhere(x: jax.Array) -> jax.Array:
     return typed
 
 
-_same_everywhere_p = Primitive("cgx_same_everywhere")
-_same_everywhere_p.def_impl(lambda x: x)
-_same_everywhere_p.def_abstract_eval(lambda x: reduced_aval(x, x.mat.varying))
+_same_everywhere_p = identity("cgx_same_everywhere", lambda x: reduced_aval(x, x.mat.varying))
 batching.primitive_batchers[_same_everywhere_p] = lambda args, dims: (
     same_everywhere(args[0].max(dims[0])),
     None,
 )
-mlir.register_lowering(_same_everywhere_p, lambda ctx, x: [x])
 
 
 def result_aval(shape: Sequence[int], dtype: DTypeLike, like: Any) -> jax.core.ShapedArray:
