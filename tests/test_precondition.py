@@ -358,8 +358,12 @@ def test_moments_are_as_small_as_rows_and_columns_and_few():
 @pytest.mark.parametrize(
     ("theirs", "mine", "message"),
     [
-        ({}, {"precondition": SecondMoment()}, r"holds no moments for SecondMoment\(.*init"),
-        ({"precondition": SecondMoment()}, {}, r"holds moments, but precondition is None"),
+        (
+            {},
+            {"precondition": SecondMoment()},
+            r"holds no moments, but precondition=SecondMoment\(.*init",
+        ),
+        ({"precondition": SecondMoment()}, {}, r"holds moments, but precondition=None"),
         ({}, {"memory": ErrorFeedback()}, r"holds 0 arrays per leaf, but ErrorFeedback\(.*init"),
     ],
 )

@@ -153,16 +153,13 @@ def check_state(
     if state.overflow != ():
         require_paths(expected, "overflow", (state.overflow,))
     _check_codes(expected, state.codes, choices)
-    if precondition is None and state.moments != ():
+    if (precondition is None) != (state.moments == ()):
+        held = "no moments" if state.moments == () else "moments"
         raise ValueError(
-            f"{caller}: the state holds moments, but precondition is None; {_OTHER_OPTIONS}"
+            f"{caller}: the state holds {held}, but precondition={precondition}; {_OTHER_OPTIONS}"
         )
     if precondition is None:
         return
-    if state.moments == ():
-        raise ValueError(
-            f"{caller}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
-        )
     require_paths(expected, "moments", (state.moments.lines,))
     like = [
         jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(whole, leaves, strict=True)
