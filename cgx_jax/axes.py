@@ -257,9 +257,10 @@ def _gathered_jvp(axes: Axes, primals: Pytree, tangents: Pytree) -> Pytree:
     return _gathered(axes, *primals), cast(wide, t.dtype)
 
 
-def axes_by_dimension(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes over which each dimension of an array is sharded."""
-    each = [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
+def axes_by_dimension(spec: PartitionSpec, ndim: int | None = None) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes over which each dimension is sharded, of an array or of the spec."""
+    more = 0 if ndim is None else ndim - len(spec.partitions)
+    each = [*spec.partitions, *[None] * more]
     return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in each)
 
 

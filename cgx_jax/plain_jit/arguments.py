@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_jax._types import Pytree, Shaped
+from cgx_jax.axes import axes_by_dimension
 from cgx_jax.leaves import expanded
 from cgx_jax.transforms.inner_axes import written
 
@@ -256,17 +258,11 @@ def typed_spec(x: Any) -> PartitionSpec | None:
 
 def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """Returns `spec` without these mesh axes."""
-
-    def kept(entry: object) -> object:
-        if isinstance(entry, tuple):
-            return tuple(n for n in entry if n not in axes) or None
-        return None if entry in axes else entry
-
-    out: PartitionSpec = spec.update(partitions=tuple(map(kept, spec.partitions)))
+    kept = (tuple(n for n in names if n not in axes) for names in axes_by_dimension(spec))
+    out: PartitionSpec = spec.update(partitions=tuple(kept))
     return out
 
 
 def axes_of(spec: PartitionSpec) -> tuple[Any, ...]:
     """Returns the mesh axes that `spec` names."""
-    entries = [e if isinstance(e, tuple) else (e,) for e in spec.partitions]
-    return tuple(n for e in entries for n in e if n is not None)
+    return tuple(itertools.chain.from_iterable(axes_by_dimension(spec)))

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from cgx_jax.axes import require_axes
+from cgx_jax.axes import axes_by_dimension, require_axes
 from cgx_jax.plain_jit.arguments import (
     CALLER,
     Argument,
@@ -47,10 +47,8 @@ class Ranks:
 
     def dimension(self, spec: Spec) -> int | None:
         """Returns the dimension that `spec` splits over one of the axes, or None."""
-        for d, entry in enumerate(spec):
-            if set(entry if isinstance(entry, tuple) else (entry,)) & set(self.names):
-                return d
-        return None
+        axes = enumerate(axes_by_dimension(spec))
+        return next((d for d, names in axes if set(names) & set(self.names)), None)
 
     def spec(self, dimension: int | None) -> Spec:
         """Returns the spec that splits only this dimension, over the axes; None splits nothing."""

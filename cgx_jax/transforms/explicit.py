@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import Pytree
+from cgx_jax.axes import axes_by_dimension
 from cgx_jax.leaves import leaves_of, operand_of
 from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.state import SyncState, map_parts
@@ -35,29 +37,27 @@ def step_on_ranks(
     """
     leaves, treedef = jax.tree.flatten(updates)
     mesh = jax.sharding.get_abstract_mesh()
-    world = 1
-    for n in names:
-        world *= mesh.shape[n]
+    world = math.prod(mesh.shape[n] for n in names)
     before: list[PartitionSpec] = []
     after: list[PartitionSpec] = []
     parts: list[bool] = []
+    cuts: list[Cut] = []
     for leaf, x in zip(leaves_of(updates), leaves, strict=True):
         spec = _compat.explicit_spec(operand_of(caller, leaf.path), x)
-        split = [n for n in names if n in Cut.of(spec, x.ndim).names]
+        cut = Cut.of(spec, x.ndim)
         own = spec.unreduced == frozenset(names) and _compat.is_sum(spec)
-        if split or (spec.unreduced and not own):
+        if set(names) & set(cut.names) or (spec.unreduced and not own):
             raise ValueError(
                 f"{operand_of(caller, leaf.path)} is {spec}; the gradient must be unreduced over "
                 f"{names}, as cgx_jax.reduced(params, axis_name, policy) makes it, or replicated."
             )
         before.append(spec)
-        entries = [*spec.partitions, *[None] * x.ndim][: x.ndim]
+        entries = [*axes_by_dimension(spec, x.ndim)]
         if places is not None and -x.ndim <= (d := places[len(parts)]) < x.ndim:
-            given = entries[d] if isinstance(entries[d], tuple) else (entries[d],)
-            entries[d] = (*(n for n in given if n is not None), *names)
+            entries[d] = (*entries[d], *names)
         after.append(PartitionSpec(*entries, reduced=spec.reduced))
         parts.append(own)
-    cuts = tuple(Cut.of(spec, x.ndim) for spec, x in zip(before, leaves, strict=True))
+        cuts.append(cut)
 
     def row(_: Any, x: Any) -> PartitionSpec:
         spec = _compat.explicit_spec(f"{caller}: the memory", x)
@@ -77,7 +77,7 @@ def step_on_ranks(
             _compat.own(x, names) * world if part else x
             for x, part in zip(jax.tree.leaves(updates), parts, strict=True)
         ]
-        return step(jax.tree.unflatten(treedef, own), state, cuts)
+        return step(jax.tree.unflatten(treedef, own), state, tuple(cuts))
 
     out: tuple[Pytree, SyncState] = jax.shard_map(
         local,
