@@ -9,7 +9,7 @@ from typing import Any
 
 from cgx_jax._types import Pytree
 from cgx_jax.compressors import Compressor
-from cgx_jax.compressors.base import CodedLeaf, require_stateless
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.leaves import Leaf, is_bare, leaves_of
 from cgx_jax.policies.rules import DEFAULT, Policy, Uniform
@@ -115,9 +115,15 @@ class Plan:
             )
 
     def require_stateless(self, caller: str) -> None:
-        """Raises ValueError for a leaf whose compressor has state."""
+        """Raises ValueError for a leaf whose compressor has state, which the caller would lose."""
         for leaf, compressor in zip(self.leaves, self.compressors, strict=True):
-            require_stateless(caller, compressor, leaf.path, leaf.shape, leaf.dtype)
+            if compressor.has_state(leaf.shape, leaf.dtype):
+                where = f" of leaf {leaf.path!r}" if leaf.path else ""
+                raise ValueError(
+                    f"{caller}: {compressor}{where} has state, which this call cannot keep from "
+                    "step to step, so it would be lost; use cgx_jax.sync_gradients, which keeps it "
+                    "in its own state, or a compressor without state."
+                )
 
 
 def resolve(

@@ -346,19 +346,6 @@ def alone(running: Rounds) -> Summed:
             return out
 
 
-def require_stateless(
-    caller: str, compressor: Compressor, path: str, shape: Sequence[int], dtype: DTypeLike
-) -> None:
-    """Raises ValueError for a compressor whose state the caller would lose."""
-    if compressor.has_state(shape, dtype):
-        where = f" of leaf {path!r}" if path else ""
-        raise ValueError(
-            f"{caller}: {compressor}{where} has state, which this call cannot keep from step to "
-            "step, so it would be lost; use cgx_jax.sync_gradients, which keeps it in its own "
-            "state, or a compressor without state."
-        )
-
-
 def require_key(caller: str, compressor: Compressor, key: Key) -> None:
     """Raises ValueError if a compressor needs a key and has none, TypeError for what is no key."""
     if compressor.needs_key and key is None:

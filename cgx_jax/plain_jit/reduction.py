@@ -19,7 +19,7 @@ from cgx_jax.policies.rules import Policy
 from cgx_jax.route.route import Options, route
 from cgx_jax.route.run import values_of
 from cgx_jax.transforms.cuts import Cut
-from cgx_jax.transforms.state import stateful
+from cgx_jax.transforms.state import has_state
 from cgx_jax.transforms.sync_gradients import Sync
 
 _WITH_STATE = (
@@ -101,7 +101,8 @@ class GradientMean:
     def plan(self, tree: Pytree, policy: Any) -> Plan:
         """Returns the plan for gradients or weights; raises ValueError if it needs a state."""
         plan = resolve(CALLER, tree, policy)
-        kept = [c for c, has in zip(plan.compressors, stateful(plan), strict=True) if has]
+        pairs = zip(plan.compressors, plan.leaves, strict=True)
+        kept = [c for c, leaf in pairs if has_state(c, leaf)]
         if kept:
             raise ValueError(f"{CALLER}: {kept[0]} has state between steps; {_WITH_STATE}.")
         random = [c for c in plan.compressors if c.needs_key]

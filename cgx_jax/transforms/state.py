@@ -405,11 +405,6 @@ def has_state(compressor: Compressor, leaf: Leaf) -> bool:
     return not compressor.lossless and compressor.has_state(leaf.shape, leaf.dtype)
 
 
-def stateful(plan: Plan) -> list[bool]:
-    """Returns which leaves have a compressor with state."""
-    return [has_state(c, x) for c, x in zip(plan.compressors, plan.leaves, strict=True)]
-
-
 def codes_by_leaf(
     codes: Pytree, plan: Plan, choices: Choices, treedef: jax.tree_util.PyTreeDef
 ) -> list[Any]:
