@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,6 @@ from cgx_jax.plain_jit.arguments import (
     without,
 )
 from cgx_jax.plain_jit.split import Ranks
-from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.inner_axes import check_spec, is_function, on_shards, shards_of
 
 _REPLICATED: Any = PartitionSpec()
@@ -92,18 +92,12 @@ class Shards:
             )
 
     def reduce(
-        self, function: Callable[..., Pytree], grads: Pytree, state: Pytree
+        self, function: Callable[..., tuple[Pytree, Pytree]], grads: Pytree, state: Pytree
     ) -> tuple[Pytree, Pytree]:
         """Returns `function(grads, state, cuts, dimensions)`, computed on each shard."""
-        out: tuple[Pytree, Pytree]
+        step = functools.partial(function, dimensions=self.dimensions)
         if not self.axes:
-            out = function(grads, state, None, self.dimensions)
-            return out
-
-        def step(grads: Pytree, state: Pytree, cuts: tuple[Cut, ...]) -> tuple[Pytree, Pytree]:
-            done: tuple[Pytree, Pytree] = function(grads, state, cuts, self.dimensions)
-            return done
-
+            return step(grads, state, None)
         return on_shards(CALLER, step, self.specs, grads, state)
 
     def local(self, ranks: Ranks, arrays: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
