@@ -118,15 +118,14 @@ def function_of(target: str) -> Callable[..., Any]:
             f"compare: there is no module {error.name!r} for {target!r}; run the command in the "
             "folder that holds it, and write it as in an import: train for train.py."
         ) from None
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         there = sorted(n for n, x in vars(module).items() if callable(x) and n[0] != "_")
         raise Refused(
             f"compare: {module_name} has no function {name!r}; it has {', '.join(there) or 'none'}."
             f" Write `def {name}(sync)`, or name another: {module_name}:FUNCTION."
         )
-    out: Callable[..., Any] = function
-    return out
+    return function
 
 
 def measure(

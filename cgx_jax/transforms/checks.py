@@ -133,8 +133,7 @@ def check_state(
 ) -> None:
     """Raises ValueError if `state` belongs to other leaves, or to other options.
 
-    The trees in a state, and the shapes of their arrays, say which leaves it was made for. `whole`
-    are the shapes of whole leaves, if those expected are shards: moments are of whole leaves.
+    `whole` are the shapes of whole leaves, if those expected are shards: moments are of these.
     """
     caller, leaves = expected.caller, expected.leaves
     kept = kept_by(memory)
