@@ -67,13 +67,14 @@ std::string time_kernel(const Timed& timed, double* seconds) {
   const int64_t rank = timed.rank, threads = timed.threads;
   if (world < 1 || world > kMaxWorld) return "world must be in [1, 2^20]";
   if (threads < 1 || threads > kMostThreads) return kFewerThreads;
-  const int64_t columns = timed.columns, count = timed.units.bytes / (2 * sizeof(float));
-  if (count > 0 && (columns < 1 || (count - columns) * columns != size)) {
+  const int64_t columns = timed.columns, factors = timed.units.bytes / (2 * sizeof(float));
+  const int64_t rows = factors - columns;
+  if (factors > 0 && (columns < 1 || rows < 1 || size % columns != 0 || size / columns != rows)) {
     return "units do not fit the leaf";
   }
-  const float* const rows = static_cast<const float*>(timed.units.data);
-  const LeafUnits own{rows, rows + count - columns, columns, count};
-  const LeafUnits* const units = count > 0 ? &own : nullptr;
+  const float* const numbers = static_cast<const float*>(timed.units.data);
+  const LeafUnits own{numbers, numbers + rows, columns, factors};
+  const LeafUnits* const units = factors > 0 ? &own : nullptr;
   OwnedLayout owned;
   const std::string error =
       owned.build({{size, timed.bits, timed.bucket_size, timed.rounding, 0, timed.rotation}},

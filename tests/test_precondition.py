@@ -169,9 +169,10 @@ def test_feedback_loses_nothing_in_other_units_either(dtype):
         kept = np.asarray(memory[k], np.float64).mean(0)
         size = np.abs(g.astype(np.float64)).max((0, 1))  # of each value: rounding is in proportion
         reach = size + np.abs(seen - given) + np.abs(np.asarray(memory[k], np.float64)).max(0)
-        bound = 12 * 8 * float(jnp.finfo(dtype).eps) * reach
+        exact = k == "bias"  # the sum of an exact leaf is rounded to its dtype
+        bound = 12 * 8 * float(jnp.finfo(dtype if exact else np.float32).eps) * reach
         assert (np.abs(seen + kept - given) <= bound).all(), k
-        assert k == "bias" or kept.any()
+        assert exact or kept.any()
 
 
 @pytest.mark.slow

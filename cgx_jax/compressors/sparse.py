@@ -33,6 +33,8 @@ def store_keep(code: Any, name: str = "keep") -> None:
     keep = getattr(code, name)
     if not isinstance(keep, float):
         store_whole(code, name, 1)
+    elif keep == 1:  # 1.0 equals 1, so a program of one code would serve the other
+        object.__setattr__(code, name, math.nextafter(1.0, 0.0))
     elif not 0 < keep <= 1:
         raise ValueError(
             f"{type(code).__name__}: {name}={keep} must be in (0, 1], the share of values to send. "

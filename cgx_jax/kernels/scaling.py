@@ -56,9 +56,14 @@ def decoded(x: jax.Array, unit: Unit, dtype: DTypeLike, *, batch: int = 1) -> ja
     """
     if unit is None:
         return x.astype(dtype)
+    return narrowed(multiply(x, unit, OUT, batch=batch), dtype, jnp.isinf(x))
+
+
+def narrowed(x: jax.Array, dtype: DTypeLike, infinite: jax.Array | None = None) -> jax.Array:
+    """Returns `x` in a dtype, with finite values clipped; `infinite` ones may be given."""
     most = np.float32(jnp.finfo(dtype).max)
-    value = multiply(x, unit, OUT, batch=batch)
-    return jnp.where(jnp.isinf(x), value, jnp.clip(value, -most, most)).astype(dtype)
+    infinite = jnp.isinf(x) if infinite is None else infinite
+    return jnp.where(infinite, x, jnp.clip(x, -most, most)).astype(dtype)
 
 
 def taken_out(

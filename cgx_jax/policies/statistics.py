@@ -39,9 +39,8 @@ class Statistics(NamedTuple):
     @classmethod
     def zeros(cls, leaves: int, candidates: int) -> Statistics:
         """Before the first observation."""
-        one = jnp.zeros((leaves,), jnp.float32)
-        error = jnp.zeros((leaves, candidates), jnp.float32)
-        return cls(one, error, one, jnp.zeros((), jnp.float32), one)
+        shapes = (leaves,), (leaves, candidates), (leaves,), (), (leaves,)
+        return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))  # each can be donated
 
 
 @dataclasses.dataclass(frozen=True)

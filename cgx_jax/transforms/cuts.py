@@ -68,9 +68,9 @@ def squares_of_shards(
         last = matrix.ndim - 1
         own = matrix.sum(axis=last)
         for d in range(last):
-            own = _placed(own, axes[d], d)
+            own = placed(own, axes[d], d)
         across = matrix.sum(axis=tuple(range(last)))
-        flat.setdefault(cut.names, []).extend([own.reshape(-1), _placed(across, axes[last], 0)])
+        flat.setdefault(cut.names, []).extend([own.reshape(-1), placed(across, axes[last], 0)])
     found: dict[tuple[str, ...], list[jax.Array]] = {}
     for names, parts in flat.items():
         joined = jnp.concatenate(parts)
@@ -92,12 +92,12 @@ def _part(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dimension)
 
 
-def _placed(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+def placed(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
     """Inverts `_part`, with zeros in the parts of other devices."""
     if not axes:
         return x
     size, start = x.shape[dimension], lax.axis_index(axes) * x.shape[dimension]
     shape = (*x.shape[:dimension], size * _size(axes), *x.shape[dimension + 1 :])
     varying = _compat.varying_axes(x) | _compat.varying_axes(start)
-    here = _compat.vary_over(jnp.zeros(shape, jnp.float32), varying)
+    here = _compat.vary_over(jnp.zeros(shape, x.dtype), varying)
     return lax.dynamic_update_slice_in_dim(here, x, start, dimension)

@@ -13,8 +13,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Pytree
-from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
+from cgx_jax.kernels import scaling
 from cgx_jax.kernels.nonfinite import all_finite
 from cgx_jax.plan import Plan
 from cgx_jax.route.run import Sums
@@ -50,28 +50,34 @@ def compensated(
     leaves: Sequence[Any],
     before: Sequence[tuple[jax.Array, ...]],
     step: jax.Array,
+    compressed: Sequence[int],
 ) -> tuple[list[Any], list[Kept]]:
-    """Returns what is sent for each gradient, in its dtype, and what is kept of it.
+    """Returns what is sent for each gradient, and what is kept of it.
 
     `before` are the leaves' states on this rank. The memory computes in the widest dtype of the
-    gradient and its state, since `init` chose the state's dtypes by the parameters.
+    gradient and its state, since `init` chose the state's dtypes by the parameters. `compressed`
+    leaves are sent in that dtype, so that no rounding of their residuals is lost.
     """
     if memory is None:
         return list(leaves), []
-    pairs = zip(leaves, before, strict=True)
-    both = [_compensated(memory, jnp.asarray(x), rows, step) for x, rows in pairs]
-    return [x for x, _ in both], [kept for _, kept in both]
+    sent, kept = [], []
+    for i, (gradient, rows) in enumerate(zip(leaves, before, strict=True)):
+        x = jnp.asarray(gradient)
+        own = _compensated(memory, x, rows, step)
+        kept.append(own)
+        dtype = jnp.float32 if i in compressed else x.dtype
+        sent.append(x if own.wide is None else own.wide.astype(dtype))
+    return sent, kept
 
 
 def _compensated(
     memory: Memory, x: jax.Array, before: tuple[jax.Array, ...], step: jax.Array
-) -> tuple[jax.Array, Kept]:
+) -> Kept:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x, Kept(before)
+        return Kept(before)
     dtype = widest(x.dtype, *(row.dtype for row in before))
     state = tuple(row.astype(dtype) for row in before)
-    wide, kept = memory.compensate(x.astype(dtype), state, step)
-    return wide.astype(x.dtype), Kept(before, wide, kept)
+    return Kept(before, *memory.compensate(x.astype(dtype), state, step))
 
 
 def widest(*dtypes: np.dtype) -> np.dtype:
@@ -99,12 +105,14 @@ def remembered(
     sent: Sequence[jax.Array],
     kept: Sequence[Kept],
     sums: Sums,
+    out: Sequence[Any],
     finite: Any,
 ) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array]]:
     """Returns each leaf's state after a step, and how many values found no room, i32[1] each.
 
-    `sent` and `kept` come from `compensated`. If the step's mean is not `finite`, the state stays:
-    the step never happened. Without a memory, there is nothing to return.
+    `sent` and `kept` come from `compensated`. `out` are the means in the dtypes of the gradients.
+    If the step's mean is not `finite`, the state stays: the step never happened. Without a memory,
+    there is nothing to return.
     """
     if memory is None:
         return [], []
@@ -122,6 +130,9 @@ def remembered(
             if compressor.selects and lost is not None:
                 arrived = came & share.reached(i, sums.values[i])
         overflow.append(no_room)
+        if lost is not None and out[i].dtype != sums.values[i].dtype:
+            rounding = sums.values[i] - out[i].astype(sums.values[i].dtype)
+            residual = residual + share.rounding(i, rounding)
         states.append(_remembered(memory, x, residual, kept[i], arrived, finite))
     return states, overflow
 
@@ -163,23 +174,32 @@ def _taken_along(sent: jax.Array, residual: jax.Array) -> jax.Array:
     return left + left < jnp.abs(sent)
 
 
-def finite_everywhere(axes: Axes, means: list[Any], skipped: Any, *, alike: bool = True) -> Any:
-    """Whether the means are finite and not skipped, bool[]; the same on all ranks.
+def finite_everywhere(share: Whole, sent: Sequence[Any], means: Sequence[Any], skipped: Any) -> Any:
+    """Whether a step's means are finite and not skipped, bool[]; the same on all ranks.
 
-    `alike` says that all ranks of `axes` hold the same means.
+    So must be what was `sent` by a code that may leave a NaN or infinity behind: it would stay in
+    the memory.
     """
-    finite = all_finite([x for x in means if jnp.issubdtype(jnp.result_type(x), jnp.inexact)])
-    finite = axes.on_every_rank(finite & jnp.logical_not(skipped), alike=alike)
+    quiet = [i for i in share.taken.compressed if not share.plan.compressors[i].carries_nonfinite]
+    arrays = [*means, *(sent[i] for i in quiet)]
+    finite = all_finite([x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)])
+    alike = share.alike and not quiet
+    finite = share.axes.on_every_rank(finite & jnp.logical_not(skipped), alike=alike)
     # XLA would otherwise compute it again for each value that is kept or not.
     barred: jax.Array = lax.optimization_barrier(finite)
     return barred
 
 
 def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
-    """Returns a mean in the dtype of the gradients: of integers and bools, the nearest one."""
+    """Returns a mean in the dtype of the gradients: of integers and bools, the nearest one.
+
+    Finite means stay finite.
+    """
     if getattr(mean, "dtype", dtype) == dtype:
         return mean
-    return (mean if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(mean)).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return scaling.narrowed(mean, dtype)
+    return jnp.round(mean).astype(dtype)
 
 
 def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:

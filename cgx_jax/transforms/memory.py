@@ -58,14 +58,13 @@ class ErrorFeedback(Memory):
     With decay 1 nothing is lost. Over any number of steps the sum of what the optimizer saw and the
     sum of the gradients' means differ only by the mean of the ranks' memories. That helps an
     optimizer that adds gradients up (SGD, momentum). Adam divides by their size, and there feedback
-    may cost more than it gives (see docs/accuracy.md). The memory has the shape and dtype of each
-    parameter, also if gradients have another dtype.
+    may cost more than it gives (see docs/accuracy.md). The memory has the shape of each parameter,
+    in its dtype, but at least fp32: narrower sums stop growing.
 
     `learning_rate` is the optimizer's schedule, from a step's number to its rate. With it, a
-    residual counts by the rate of the step that lost it, whichever step sends it. The memory, in
-    fp32 or wider, then holds residuals times their rates, and the sums above are of gradients times
-    rates. Without it, a residual counts by the rate of the step that sends it. A constant rate
-    needs no schedule.
+    residual counts by the rate of the step that lost it, whichever step sends it. The memory then
+    holds residuals times their rates, and the sums above are of gradients times rates. Without it,
+    a residual counts by the rate of the step that sends it. A constant rate needs no schedule.
 
     Raises TypeError for a rate that is not a schedule or a decay that is not a number, ValueError
     for a decay outside of (0, 1]. Source: 1-bit SGD (Seide et al., Interspeech 2014), EF-SGD
@@ -85,7 +84,7 @@ class ErrorFeedback(Memory):
         _require_schedule("ErrorFeedback", self.learning_rate)
 
     def init(self, x: Shaped) -> tuple[jax.Array, ...]:
-        return (_no_residual(x, self.learning_rate),)
+        return (_no_residual(x),)
 
     def compensate(
         self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
@@ -129,7 +128,7 @@ class MomentumCorrection(Memory):
         _require_schedule("MomentumCorrection", self.learning_rate)
 
     def init(self, x: Shaped) -> tuple[jax.Array, ...]:
-        return _no_residual(x, self.learning_rate), jnp.zeros(x.shape, x.dtype)
+        return _no_residual(x), jnp.zeros(x.shape, x.dtype)
 
     def compensate(
         self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
@@ -148,10 +147,10 @@ class MomentumCorrection(Memory):
         return _in_rates(residual, kept), velocity
 
 
-def _no_residual(x: Shaped, schedule: Schedule | None) -> jax.Array:
-    # Residuals times small rates leave the range of float16.
-    narrow = schedule is not None and np.dtype(x.dtype).itemsize < 4
-    return jnp.zeros(x.shape, jnp.float32 if narrow else x.dtype)
+def _no_residual(x: Shaped) -> jax.Array:
+    # A sum in bfloat16 or float16 stops growing once what is added is less than half an ulp, and
+    # residuals times small rates leave the range of float16.
+    return jnp.zeros(x.shape, jnp.float32 if np.dtype(x.dtype).itemsize < 4 else x.dtype)
 
 
 def _with_residual(

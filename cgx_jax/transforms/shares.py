@@ -16,7 +16,7 @@ from cgx_jax.plan import Plan
 from cgx_jax.reductions.reduce_scatter import encoded
 from cgx_jax.route.route import Route
 from cgx_jax.route.rows import rows_of, whole_of
-from cgx_jax.transforms.cuts import Cut, Shape, squares_of_shards
+from cgx_jax.transforms.cuts import Cut, Shape, placed, squares_of_shards
 from cgx_jax.transforms.precondition import Squares, squares_of
 
 
@@ -49,6 +49,10 @@ class Whole:
 
     def residual(self, i: int, lost: jax.Array) -> jax.Array:
         """Inverts `sent`."""
+        return lost
+
+    def rounding(self, i: int, lost: jax.Array) -> jax.Array:
+        """Returns this rank's residual for what rounding its means of leaf `i` has `lost`."""
         return lost
 
     def reached(self, i: int, mean: jax.Array) -> jax.Array:
@@ -90,6 +94,10 @@ class Shards(Whole):
 
     def residual(self, i: int, lost: jax.Array) -> jax.Array:
         return whole_of(lost, self.places[i])
+
+    def rounding(self, i: int, lost: jax.Array) -> jax.Array:
+        # Residuals are averaged over the ranks, and no other rank has this shard.
+        return placed(lost * self.axes.world, self.axes.names, self.places[i])
 
     def reached(self, i: int, mean: jax.Array) -> jax.Array:
         # A rank's own values arrive in every step and are never late.

@@ -344,7 +344,7 @@ class Sync:
         self._check(state, share, choices, treedef)
         scales = scales_of(self.precondition, state.moments, share)
         before = by_leaf(state.memory, len(leaves))
-        wanted, kept = compensated(self.memory, leaves, before, state.step)
+        wanted, kept = compensated(self.memory, leaves, before, state.step, share.taken.compressed)
         units = None if scales is None else share.units(scales.units)
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
@@ -373,8 +373,9 @@ class Sync:
         # find by themselves what is not finite in means that all ranks hold.
         keeps = self.memory is not None or state.codes != () or skipped is not False
         if keeps or (self.precondition is not None and not share.alike):
-            finite = finite_everywhere(axes, means, skipped, alike=share.alike)
-        rows, no_room = remembered(self.memory, share, wanted, kept, sums, finite)
+            finite = finite_everywhere(share, wanted, means, skipped)
+        out = [as_gradient(x, leaf.dtype) for x, leaf in zip(means, plan.leaves, strict=True)]
+        rows, no_room = remembered(self.memory, share, wanted, kept, sums, out, finite)
         codes = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
         if self.precondition is not None and share.taken.compressed:
             moments, finite = moved(self.precondition, moments, share, means, state.step, finite)
@@ -393,7 +394,6 @@ class Sync:
             overflow_after(state.overflow, no_room, axes),
             state.skipped + (1 - jnp.asarray(finite, jnp.int32)),
         )
-        out = [as_gradient(x, leaf.dtype) for x, leaf in zip(means, plan.leaves, strict=True)]
         return jax.tree.unflatten(treedef, out), new
 
     def _check(

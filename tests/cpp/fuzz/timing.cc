@@ -36,6 +36,8 @@ const char* time_kernel(Random& random, double* seconds) {
   const int64_t row = owned.view().chunk_bytes;
   const Block leaf(random, 4 * size), out(random, 4 * size), payload(random, world * row),
       chunk(random, row), none(random, 0);
+  const int64_t columns = size % 3 == 0 ? 3 : 1;
+  const Block units(random, 8 * (size / columns + columns));
   Timed timed{kernel,
               0,
               bits,
@@ -50,8 +52,8 @@ const char* time_kernel(Random& random, double* seconds) {
               out.array,
               payload.array,
               chunk.array,
-              none.array,
-              none.array};
+              random.chance(2) ? units.array : none.array,
+              random.chance(2) ? columns : random.hostile()};
   int64_t* const numbers[] = {&timed.dtype,    &timed.bits,  &timed.bucket_size, &timed.rounding,
                               &timed.rotation, &timed.world, &timed.rank};
   if (random.chance(2)) *numbers[random.below(7)] = random.hostile();
