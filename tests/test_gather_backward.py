@@ -1,6 +1,5 @@
 """all_gather_compressed(backward=...): gradients travel compressed, under any transformation."""
 
-import functools
 import re
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Identity, Plan, Quantize, Rules
 from cgx_jax.compressors import SharedTernGrad, ShiftedLattice, Signum
+from worlds import assert_same_bits, normal, on_ranks
 
 pytestmark = pytest.mark.oldest
 
@@ -25,33 +25,14 @@ HOW = {"exchange": "xla", "tiled": True}
 gather, scatter = cgx_jax.all_gather_compressed, cgx_jax.psum_scatter_compressed
 
 
-def values(*shape, dtype="float32", seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
 def shards():
     """Every rank's shards, [world, ...]: compressed and exact leaves of several dtypes."""
     return {
-        "bias": values(WORLD, 32),
-        "half": values(WORLD, 16, 16, dtype="bfloat16"),
-        "layer": {"big": values(WORLD, 8, 96), "counts": jnp.arange(WORLD * 64).reshape(WORLD, 64)},
-        "small": values(WORLD, 8, 3, dtype="float16"),
+        "bias": normal(WORLD, 32),
+        "half": normal(WORLD, 16, 16, dtype="bfloat16"),
+        "layer": {"big": normal(WORLD, 8, 96), "counts": jnp.arange(WORLD * 64).reshape(WORLD, 64)},
+        "small": normal(WORLD, 8, 3, dtype="float16"),
     }
-
-
-def ranks(f, mesh, *, check_vma=True):
-    """Applies `f` to each rank's part of trees and stacks the results."""
-    own = functools.partial(jax.tree.map, lambda x: x[0])
-    back = functools.partial(jax.tree.map, lambda x: x[None])
-    return jax.jit(
-        jax.shard_map(
-            lambda *trees: back(f(*map(own, trees))),
-            mesh=mesh,
-            in_specs=P("data"),
-            out_specs=P("data"),
-            check_vma=check_vma,
-        )
-    )
 
 
 def floats(tree):
@@ -97,10 +78,6 @@ def scattered(tree, c, *, axis=0, **options):
     return {name: out[name] for name in names}
 
 
-def assert_same_bits(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, want)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
     ("axis", "tiled", "groups"), [(0, True, None), (-1, True, None), (0, False, GROUPS)]
@@ -110,11 +87,11 @@ def test_the_gradient_is_scattered_as_the_other_call_would(axis, tiled, groups, 
     """Each leaf as by `psum_scatter_compressed`; exact ones exactly; integers have none."""
     options = {"axis_index_groups": groups, "tiled": tiled, "exchange": "xla"}
     call = lambda t: gather(t, "data", Q8, backward=Q4, axis=axis, **options)  # noqa: E731
-    got = ranks(lambda t: gradient(call, t), mesh, check_vma=check_vma)(shards())
+    got = on_ranks(lambda t: gradient(call, t), mesh, check_vma=check_vma)(shards())
     promised = lambda t: scattered(t, Q4, axis=axis, **options)  # noqa: E731
-    assert_same_bits(got, ranks(promised, mesh, check_vma=check_vma)(shards()))
+    assert_same_bits(got, on_ranks(promised, mesh, check_vma=check_vma)(shards()))
     exact = lambda t: gradient(lambda t: gather(t, "data", Q8, axis=axis, **options), t)  # noqa: E731
-    want = ranks(exact, mesh, check_vma=check_vma)(shards())
+    want = on_ranks(exact, mesh, check_vma=check_vma)(shards())
     for path, x in want.items():
         lossy = path in ("['half']", "['layer']['big']")
         assert (np.abs(got[path] - x).astype(np.float32).max() > 0.1) == lossy
@@ -125,12 +102,12 @@ def test_leaves_of_several_dimensions_come_back_where_they_were_cut(mesh):
     tree = shards()
     del tree["layer"]["counts"]
     call = lambda t: gather(t, "data", Q8, backward=Q4, axis=places, **HOW)  # noqa: E731
-    together = ranks(lambda t: gradient(call, t), mesh)(tree)
+    together = on_ranks(lambda t: gradient(call, t), mesh)(tree)
     for name, place in places.items():
         f = lambda t, p=place: gradient(  # noqa: E731
             lambda t: gather(t, "data", Q8, backward=Q4, axis=p, **HOW), t
         )
-        alone = ranks(f, mesh)({name: tree[name]})
+        alone = on_ranks(f, mesh)({name: tree[name]})
         assert_same_bits({path: together[path] for path in alone}, alone)
 
 
@@ -155,8 +132,8 @@ INSIDE = {"jit": jax.jit, "scan": in_scan, "checkpoint": jax.checkpoint, "vmap":
 def test_it_is_the_same_inside_other_transformations(inside, key, mesh):
     call = lambda t: gather(t, "data", STOCHASTIC, backward=STOCHASTIC, key=key, **HOW)  # noqa: E731
     tree = {k: x for k, x in shards().items() if k != "small"}
-    want = ranks(lambda t: gradient(call, t), mesh)(tree)
-    got = ranks(lambda t: gradient(INSIDE[inside](call), t), mesh)(tree)
+    want = on_ranks(lambda t: gradient(call, t), mesh)(tree)
+    got = on_ranks(lambda t: gradient(INSIDE[inside](call), t), mesh)(tree)
     assert_same_bits(got, want)
 
 
@@ -164,22 +141,22 @@ def test_it_works_over_an_axis_of_vmap(mesh):
     call = lambda t: gather(t, "data", Q4, backward=Q4, **HOW)  # noqa: E731
     f = lambda t: gradient(call, t)  # noqa: E731
     got = jax.jit(jax.vmap(f, axis_name="data"))(shards())
-    want = ranks(f, mesh)(shards())
+    want = on_ranks(f, mesh)(shards())
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-4)  # noqa: E731
     jax.tree.map(lambda a, b: close(*(x.astype(jnp.float32) for x in (a, b))), got, want)
 
 
 def test_the_passes_draw_different_noise(mesh):
     """The same key gives the same bits; the gradient's noise is not that of a call with the key."""
-    tree = {"w": values(WORLD, 8, 96)}
+    tree = {"w": normal(WORLD, 8, 96)}
 
     def gradient_of(key, t):
         call = lambda t: gather(t, "data", backward=STOCHASTIC, key=key, **HOW)  # noqa: E731
         return gradient(call, t)["['w']"]
 
     of = lambda key: f(jnp.broadcast_to(key, WORLD), tree)  # noqa: E731
-    f = ranks(gradient_of, mesh)
-    again = ranks(lambda t: scattered(t, STOCHASTIC, key=KEY, **HOW), mesh)(tree)["['w']"]
+    f = on_ranks(gradient_of, mesh)
+    again = on_ranks(lambda t: scattered(t, STOCHASTIC, key=KEY, **HOW), mesh)(tree)["['w']"]
     first = of(KEY)
     assert_same_bits(first, of(KEY))
     for other in (of(jax.random.key(4)), again):
@@ -188,7 +165,7 @@ def test_the_passes_draw_different_noise(mesh):
 
 def test_second_derivatives_are_exact(mesh):
     """Of a call without compressed weights, so that the values are those of `lax`."""
-    tree = {"w": values(WORLD, 8, 96)}
+    tree = {"w": normal(WORLD, 8, 96)}
 
     def curved(call):
         def total(t):
@@ -197,7 +174,7 @@ def test_second_derivatives_are_exact(mesh):
 
         along = lambda t: (jax.grad(total)(t)["w"] * jnp.cos(t["w"])).sum()  # noqa: E731
         forward = lambda t: jax.jvp(jax.grad(total), (t,), (t,))[1]  # noqa: E731
-        return ranks(lambda t: (jax.grad(along)(t), forward(t)), mesh)(tree)
+        return on_ranks(lambda t: (jax.grad(along)(t), forward(t)), mesh)(tree)
 
     got = curved(lambda t: gather(t, "data", Identity(), backward=Identity(), **HOW))
     want = curved(lambda t: lax.all_gather(t, "data", tiled=True))
@@ -210,14 +187,14 @@ def test_second_derivatives_are_exact(mesh):
 def test_forward_mode_is_refused(mesh):
     call = lambda t: gather(t, "data", backward=Q4, **HOW)  # noqa: E731
     with pytest.raises(TypeError, match="forward-mode"):
-        ranks(lambda t: jax.jvp(call, (t,), (t,))[1], mesh)(values(WORLD, 8, 96))
+        on_ranks(lambda t: jax.jvp(call, (t,), (t,))[1], mesh)(normal(WORLD, 8, 96))
 
 
 @pytest.mark.parametrize("spec", [P("data"), P()], ids=["shards", "the same on all ranks"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_are_typed_as_those_of_the_namesake(spec, check_vma, mesh_2d):
     """Also of an operand that does not vary: its gradient is summed over the ranks."""
-    tree = {"one": values(8, 96), "both": values(8, 96)}
+    tree = {"one": normal(8, 96), "both": normal(8, 96)}
     specs = {"one": spec, "both": P(*spec, *[None] * (1 - len(spec)), "model")}
 
     def gradients(call):
@@ -241,9 +218,9 @@ def test_gradients_are_typed_as_those_of_the_namesake(spec, check_vma, mesh_2d):
 
 def test_all_leaves_travel_in_one_call(mesh):
     """In each pass, with the exact ones."""
-    tree = {name: values(WORLD, 8, 96) for name in "abc"} | {"bias": values(WORLD, 8)}
+    tree = {name: normal(WORLD, 8, 96) for name in "abc"} | {"bias": normal(WORLD, 8)}
     call = lambda t: jax.tree.map(jnp.tanh, gather(t, "data", Q8, backward=Q4, **HOW))  # noqa: E731
-    hlo = ranks(lambda t: gradient(call, t), mesh).lower(tree).as_text("hlo")
+    hlo = on_ranks(lambda t: gradient(call, t), mesh).lower(tree).as_text("hlo")
     found = re.findall(r"= (\w+)\[.* (all-gather|all-to-all|reduce-scatter|all-reduce)\(", hlo)
     assert sorted(found) == [("u8", "all-gather"), ("u8", "all-to-all")]
 
@@ -251,8 +228,8 @@ def test_all_leaves_travel_in_one_call(mesh):
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_layers_gathered_ahead_are_scanned_layers(count, mesh):
     """`scan_layers` only changes the order: it has the bits of a scan with one gather per layer."""
-    stack = {"kernel": values(WORLD, count, 8, 64) / 8, "bias": values(WORLD, count, 8)}
-    x = values(WORLD, 2, 64)
+    stack = {"kernel": normal(WORLD, count, 8, 64) / 8, "bias": normal(WORLD, count, 8)}
+    x = normal(WORLD, 2, 64)
     weights, gradients = ShiftedLattice(8), Quantize(4, rounding="stochastic")
     body = lambda x, layer: x + jnp.tanh(x @ layer["kernel"] + layer["bias"])  # noqa: E731
 
@@ -270,7 +247,7 @@ def test_layers_gathered_ahead_are_scanned_layers(count, mesh):
         return lax.scan(jax.checkpoint(block), x, (numbers, stack))[0]
 
     each = [
-        ranks(jax.grad(lambda x, s, f=f: (f(x, s) ** 2).sum(), argnums=(0, 1)), mesh)(x, stack)
+        on_ranks(jax.grad(lambda x, s, f=f: (f(x, s) ** 2).sum(), argnums=(0, 1)), mesh)(x, stack)
         for f in (ahead, scanned)
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), *each)
@@ -298,15 +275,17 @@ def test_errors_begin_with_the_call(backward, error, message, mesh):
         return jax.grad(lambda t: gather(t, "data", backward=backward, **HOW)["a"]["w"].sum())(tree)
 
     with pytest.raises(error, match=rf"^all_gather_compressed: {message}"):
-        jax.eval_shape(ranks(f, mesh), values(WORLD, 8, 300))
+        jax.eval_shape(on_ranks(f, mesh), normal(WORLD, 8, 300))
 
 
 def test_a_policy_sees_whole_leaves_of_all_dtypes(mesh):
     """One plan of whole leaves serves both passes, though integers have no cotangents."""
-    whole = jax.eval_shape(ranks(lambda t: lax.all_gather(t, "data", tiled=True), mesh), shards())
+    whole = jax.eval_shape(
+        on_ranks(lambda t: lax.all_gather(t, "data", tiled=True), mesh), shards()
+    )
     plan = Plan.build(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), whole), Q4)
     by = [
-        ranks(lambda t: gradient(lambda t: gather(t, "data", Q8, backward=b, **HOW), t), mesh)  # noqa: B023
+        on_ranks(lambda t: gradient(lambda t: gather(t, "data", Q8, backward=b, **HOW), t), mesh)  # noqa: B023
         for b in (plan, Q4, Rules((), Q4))
     ]
     results = [f(shards()) for f in by]

@@ -14,7 +14,6 @@ import jaxlib.version
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -28,6 +27,7 @@ from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.policies import Policy
 from profiles import profile
+from worlds import assert_same_bits, normal, on_ranks, ranks
 
 WORLD = 8
 KEY = jax.random.key(3)
@@ -41,21 +41,6 @@ HALVES = {
 needs_streams = pytest.mark.skipif(
     jaxlib.version.__version_info__ < (0, 11), reason="fused calls on CUDA need jaxlib 0.11"
 )
-
-
-def values(*shape):
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
-
-
-def sharded(f, mesh, *, check_vma=True):
-    """Applies `f` to each rank's values and stacks the results."""
-    return jax.shard_map(
-        lambda v: f(v[0])[None],
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-        check_vma=check_vma,
-    )
 
 
 def targets(f, *args):
@@ -106,17 +91,15 @@ def stand_ins(built, monkeypatch):
 def test_a_fused_call_is_handed_what_gives_the_bytes_of_xla(
     half, tiled, compressor, groups, mesh, stand_ins
 ):
-    x = values(WORLD, 3, 2 * WORLD if tiled else len(groups[0]) if groups else WORLD, 37)
+    x = normal(WORLD, 3, 2 * WORLD if tiled else len(groups[0]) if groups else WORLD, 37)
     options = {"key": KEY, "tiled": tiled, "axis_index_groups": groups}
     place = {"scatter": {"scatter_dimension": 1}, "gather": {"axis": 1}}[half]
     by = {
-        exchange: jax.jit(
-            sharded(
-                lambda v, e=exchange: HALVES[half](
-                    v, "data", compressor, exchange=e, **options, **place
-                ),
-                mesh,
-            )
+        exchange: on_ranks(
+            lambda v, e=exchange: HALVES[half](
+                v, "data", compressor, exchange=e, **options, **place
+            ),
+            mesh,
         )(x)
         for exchange in ("xla", "nccl")
     }
@@ -125,18 +108,11 @@ def test_a_fused_call_is_handed_what_gives_the_bytes_of_xla(
 
 @pytest.mark.parametrize("policy", [Q4, STOCHASTIC], ids=str)
 def test_a_mean_by_a_fused_call_is_that_of_xla(policy, mesh, stand_ins):
-    x = values(WORLD, 2 * WORLD, 64)
+    x = normal(WORLD, 2 * WORLD, 64)
 
     def mean(exchange):
         tx = cgx_jax.scatter_gradients("data", policy, mesh=mesh, exchange=exchange)
-        return jax.jit(
-            jax.shard_map(
-                lambda v, state: tx.update(v[0], state)[0],
-                mesh=mesh,
-                in_specs=(P("data"), P()),
-                out_specs=P("data"),
-            )
-        )(x, tx.init(jnp.zeros(x.shape[1:])))
+        return on_ranks(lambda v: tx.update(v, tx.init(v))[0], mesh, out=P("data"))(x)
 
     got = np.asarray(mean("nccl"))
     assert got.tobytes() == np.asarray(mean("xla")).tobytes()
@@ -182,7 +158,7 @@ def test_what_is_gathered_from_an_operand_that_does_not_vary_varies(mesh, built)
         types.append(jax.typeof(cgx_jax.all_gather_compressed(v, "data", exchange="nccl")))
         return v
 
-    jax.make_jaxpr(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P()))(values(64))
+    jax.make_jaxpr(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P()))(normal(64))
     assert types[0].shape == (WORLD, 64)
     assert types[0].mat.varying == {"data"}
 
@@ -191,22 +167,22 @@ def test_what_is_gathered_from_an_operand_that_does_not_vary_varies(mesh, built)
 @pytest.mark.parametrize("half", HALVES)
 def test_derivative_and_batch_of_a_fused_call(half, mesh, built):
     call = lambda v: HALVES[half](v, "data", exchange="nccl")  # noqa: E731
-    x = values(WORLD, WORLD, 40)
-    gradient = sharded(jax.grad(lambda v: jnp.sum(call(v) ** 2)), mesh)
+    x = normal(WORLD, WORLD, 40)
+    gradient = on_ranks(jax.grad(lambda v: jnp.sum(call(v) ** 2)), mesh)
     jaxpr = str(jax.make_jaxpr(gradient)(x))
     assert jaxpr.count(f"cgx_{'reduce_scatter' if half == 'scatter' else 'all_gather'}_nccl") == 1
     assert {"scatter": "all_gather", "gather": "reduce_scatter"}[half] in jaxpr  # exact cotangents
-    batched = sharded(jax.vmap(call), mesh)
-    assert len(targets(batched, values(WORLD, 3, WORLD, 40))) == 3  # one for each element
-    shape = jax.eval_shape(batched, values(WORLD, 3, WORLD, 40)).shape
+    batched = on_ranks(jax.vmap(call), mesh)
+    assert len(targets(batched, normal(WORLD, 3, WORLD, 40))) == 3  # one for each element
+    shape = jax.eval_shape(batched, normal(WORLD, 3, WORLD, 40)).shape
     assert shape == ((WORLD, 3, 40) if half == "scatter" else (WORLD, 3, WORLD, WORLD, 40))
 
 
 @needs_streams
 def test_a_compressed_derivative_travels_by_the_same_exchange(mesh, built):
     call = lambda v: HALVES["gather"](v, "data", backward=Q4, exchange="nccl")  # noqa: E731
-    gradient = sharded(jax.grad(lambda v: jnp.sum(call(v) ** 2)), mesh)
-    found = targets(gradient, values(WORLD, WORLD, 40))
+    gradient = on_ranks(jax.grad(lambda v: jnp.sum(call(v) ** 2)), mesh)
+    found = targets(gradient, normal(WORLD, WORLD, 40))
     assert sorted(found) == ["cgx_all_gather_nccl", "cgx_reduce_scatter_nccl"]
 
 
@@ -228,9 +204,9 @@ def test_payload_memory_is_what_the_handlers_ask_for(size, world, rows, expected
 @needs_streams
 @pytest.mark.parametrize("half", HALVES)
 def test_a_fused_call_is_refused_on_a_cpu(half, mesh, built):
-    f = sharded(lambda v: HALVES[half](v, "data", exchange="nccl"), mesh)
+    f = on_ranks(lambda v: HALVES[half](v, "data", exchange="nccl"), mesh)
     with pytest.raises(ValueError, match=rf"{half}.*exchange='nccl'.*CUDA.*compiled for cpu.*xla"):
-        jax.jit(f).lower(values(WORLD, WORLD, 40))
+        f.lower(normal(WORLD, WORLD, 40))
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -242,17 +218,17 @@ def test_a_fused_call_is_refused_on_a_cpu(half, mesh, built):
     ],
 )
 def test_other_exchanges_are_refused_with_those_there_are(half, exchange, message, mesh):
-    f = sharded(lambda v: HALVES[half](v, "data", exchange=exchange), mesh)
+    f = on_ranks(lambda v: HALVES[half](v, "data", exchange=exchange), mesh)
     with pytest.raises(ValueError, match=rf"{half}_compressed: {message}"):
-        jax.make_jaxpr(f)(values(WORLD, WORLD, 40))
+        jax.make_jaxpr(f)(normal(WORLD, WORLD, 40))
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_without_cuda_kernels_nccl_is_refused_with_the_remedy(half, mesh, pretend):
     pretend(cuda_kernels=None)
-    f = sharded(lambda v: HALVES[half](v, "data", exchange="nccl"), mesh)
+    f = on_ranks(lambda v: HALVES[half](v, "data", exchange="nccl"), mesh)
     with pytest.raises(ValueError, match=r"exchange='nccl' does not work here: .*put nvcc"):
-        jax.make_jaxpr(f)(values(WORLD, WORLD, 40))
+        jax.make_jaxpr(f)(normal(WORLD, WORLD, 40))
 
 
 class SumsAlone(Xla):
@@ -262,16 +238,16 @@ class SumsAlone(Xla):
 
 @pytest.mark.parametrize("half", HALVES)
 def test_an_exchange_that_cannot_send_rows_is_refused(half, mesh):
-    f = sharded(lambda v: HALVES[half](v, "data", exchange=SumsAlone()), mesh)
+    f = on_ranks(lambda v: HALVES[half](v, "data", exchange=SumsAlone()), mesh)
     with pytest.raises(ValueError, match=r"compressed: exchange='sums' lacks '(scatter|gather)'"):
-        jax.make_jaxpr(f)(values(WORLD, WORLD, 40))
+        jax.make_jaxpr(f)(normal(WORLD, WORLD, 40))
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_an_axis_of_vmap_is_refused(half, built):
     f = jax.vmap(lambda v: HALVES[half](v, "data", exchange="nccl"), axis_name="data")
     with pytest.raises(ValueError, match=r"exchange='nccl'.*the axis is a vmap axis"):
-        jax.eval_shape(f, values(WORLD, WORLD, 40))
+        jax.eval_shape(f, normal(WORLD, WORLD, 40))
 
 
 def profile_of(times):
@@ -286,15 +262,15 @@ def profile_of(times):
 def test_auto_follows_the_profile(half, fastest, mesh, built, following, every_exchange):
     times = {"psum": 2.0, "xla": 2.0, "nccl": 2.0, "mpi": 0.1}
     following(profile_of(times | {fastest: 1.0}))
-    f = sharded(lambda v: HALVES[half](v, "data"), mesh)
-    jaxpr = str(jax.make_jaxpr(f)(values(WORLD, WORLD, 512)))
+    f = on_ranks(lambda v: HALVES[half](v, "data"), mesh)
+    jaxpr = str(jax.make_jaxpr(f)(normal(WORLD, WORLD, 512)))
     fused = {"scatter": "cgx_reduce_scatter_nccl", "gather": "cgx_all_gather_nccl"}[half]
     assert (fused in jaxpr, "cgx_encode" in jaxpr) == (fastest == "nccl", fastest == "xla")
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_auto_without_a_profile_is_xla_from_some_size_on(half, mesh, built, every_exchange):
-    f = sharded(lambda v: HALVES[half](v, "data"), mesh)
+    f = on_ranks(lambda v: HALVES[half](v, "data"), mesh)
     for size, taken in ((512, False), (1 << 18, True)):
         x = jax.ShapeDtypeStruct((WORLD, WORLD, size), "float32")
         assert ("cgx_encode" in str(jax.make_jaxpr(f)(x))) == taken
@@ -307,20 +283,19 @@ def test_auto_without_a_profile_is_xla_from_some_size_on(half, mesh, built, ever
     ids=["another compressor", "integers", "empty"],
 )
 def test_what_has_no_fused_call_travels_as_by_xla(half, compressor, width, dtype, mesh, built):
-    x = values(WORLD, WORLD, width).astype(dtype)
+    x = normal(WORLD, WORLD, width).astype(dtype)
     by = [
-        jax.jit(sharded(lambda v, e=e: HALVES[half](v, "data", compressor, exchange=e), mesh))(x)
+        on_ranks(lambda v, e=e: HALVES[half](v, "data", compressor, exchange=e), mesh)(x)
         for e in ("nccl", "xla")
     ]
     assert np.asarray(by[0]).tobytes() == np.asarray(by[1]).tobytes()
 
 
 def test_one_rank_needs_no_exchange():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    x = values(1, 1, 40)
+    x = normal(1, 1, 40)
     for half in HALVES.values():
-        f = sharded(lambda v, h=half: h(v, "data", exchange="nccl"), mesh)
-        np.testing.assert_array_equal(np.ravel(jax.jit(f)(x)), np.ravel(x))
+        f = on_ranks(lambda v, h=half: h(v, "data", exchange="nccl"), ranks(1))
+        np.testing.assert_array_equal(np.ravel(f(x)), np.ravel(x))
 
 
 # --- trees.
@@ -347,26 +322,10 @@ def operands(half):
     def operand(path, shape):
         if half == "gather":
             shape = (shape[0] // WORLD, *shape[1:])
-        x = 8 * values(WORLD, *shape)
+        x = 8 * normal(WORLD, *shape)
         return x.astype(DTYPES.get(path[-1].key, jnp.float32))
 
     return jax.tree_util.tree_map_with_path(operand, WHOLE, is_leaf=lambda x: isinstance(x, tuple))
-
-
-def ranks(f, mesh):
-    """Does what `sharded` does, for trees."""
-    return jax.jit(
-        jax.shard_map(
-            lambda t: jax.tree.map(lambda y: y[None], f(jax.tree.map(lambda y: y[0], t))),
-            mesh=mesh,
-            in_specs=P("data"),
-            out_specs=P("data"),
-        )
-    )
-
-
-def assert_same_bits(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, want)
 
 
 # A plan of whole leaves serves both halves.
@@ -417,8 +376,8 @@ def test_a_leaf_is_what_the_bare_array_gives_with_what_was_chosen_for_it(half, g
         )
 
     call = lambda t: HALVES[half](t, "data", given, tiled=True, exchange="xla")  # noqa: E731
-    got = ranks(call, mesh)(tree)
-    want = ranks(alone, mesh)(tree)
+    got = on_ranks(call, mesh)(tree)
+    want = on_ranks(alone, mesh)(tree)
     for path, x in jax.tree_util.tree_leaves_with_path(got):
         compressor, y = TAKEN[given], want
         for k in path:
@@ -453,7 +412,7 @@ def test_both_halves_show_a_policy_the_whole_leaf(tiled, dimension, mesh):
         return out
 
     tree = operands("gather")
-    back = jax.eval_shape(ranks(there_and_back, mesh), tree)
+    back = jax.eval_shape(on_ranks(there_and_back, mesh), tree)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, tree)
     gathered, scattered = policy.leaves
     assert gathered == scattered
@@ -467,7 +426,7 @@ def test_both_halves_show_a_policy_the_whole_leaf(tiled, dimension, mesh):
 def test_a_plan_of_shards_is_refused_for_what_is_gathered(mesh):
     tree = operands("gather")
     shards = Plan.build(jax.tree.map(lambda x: x[0], tree), Q4)
-    f = ranks(lambda t: HALVES["gather"](t, "data", shards, tiled=True), mesh)
+    f = on_ranks(lambda t: HALVES["gather"](t, "data", shards, tiled=True), mesh)
     with pytest.raises(ValueError, match=r"'big'.*\[64, 96\].*\[8, 96\].*from its result"):
         jax.eval_shape(f, tree)
 
@@ -483,18 +442,18 @@ PLACES = {"big": 1, "mid": 0, "layer": -1, "counts": 0}
 def test_each_leaf_is_cut_where_it_says(half, tiled, given, mesh):
     """As if it travelled alone, and all leaves still travel in one call."""
     tree = {
-        "big": values(WORLD, 8, 96 if tiled else WORLD, 8),
-        "mid": values(WORLD, WORLD, 300),
-        "layer": {"a": values(WORLD, 40, WORLD), "b": values(WORLD, 5, 16, WORLD)},
+        "big": normal(WORLD, 8, 96 if tiled else WORLD, 8),
+        "mid": normal(WORLD, WORLD, 300),
+        "layer": {"a": normal(WORLD, 40, WORLD), "b": normal(WORLD, 5, 16, WORLD)},
         "counts": np.ones((WORLD, WORLD, 3), np.int32),
     }
     name = {"scatter": "scatter_dimension", "gather": "axis"}[half]
     code = Rules((), Q4, exact=())
     how = {"tiled": tiled, "exchange": "xla"}
     call = lambda x, place: HALVES[half](x, "data", code, **{name: place}, **how)  # noqa: E731
-    together = ranks(lambda t: call(t, given), mesh)
+    together = on_ranks(lambda t: call(t, given), mesh)
     each = lambda t: {k: call(x, PLACES[k]) for k, x in t.items()}  # noqa: E731
-    assert_same_bits(together(tree), ranks(each, mesh)(tree))
+    assert_same_bits(together(tree), on_ranks(each, mesh)(tree))
     hlo = together.lower(tree).as_text("hlo")
     assert len(re.findall(r"= u8\[.* (?:all-gather|all-to-all)\(", hlo)) == 1
 
@@ -502,8 +461,8 @@ def test_each_leaf_is_cut_where_it_says(half, tiled, given, mesh):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.quick("scatter")
 def test_leaves_do_not_share_their_noise(half, mesh):
-    x = values(WORLD, WORLD, 256)
-    f = ranks(lambda t: HALVES[half](t, "data", STOCHASTIC, key=KEY, exchange="xla"), mesh)
+    x = normal(WORLD, WORLD, 256)
+    f = on_ranks(lambda t: HALVES[half](t, "data", STOCHASTIC, key=KEY, exchange="xla"), mesh)
     got = f({"a": x, "b": x})
     assert (np.asarray(got["a"]) != np.asarray(got["b"])).mean() > 0.05
     assert_same_bits(f({"a": x, "b": x}), got)
@@ -512,9 +471,9 @@ def test_leaves_do_not_share_their_noise(half, mesh):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
 def test_no_two_ranks_and_no_two_rows_share_their_noise(half, rounding, mesh):
-    same = np.broadcast_to(values(1024), (WORLD, WORLD, 1024))
+    same = np.broadcast_to(normal(1024), (WORLD, WORLD, 1024))
     code = Quantize(3, 64, rounding=rounding)
-    f = ranks(lambda v: HALVES[half](v, "data", code, key=KEY, exchange="xla"), mesh)
+    f = on_ranks(lambda v: HALVES[half](v, "data", code, key=KEY, exchange="xla"), mesh)
     got = np.asarray(f(same))
     # A gather's rows come from the ranks; in a scatter, each rank sums one row.
     each = got[0, :, 0] if half == "gather" else got
@@ -541,7 +500,7 @@ def test_derivative_and_batch_of_a_tree_are_its_namesakes(half, mesh):
             )
             return sum(jax.tree.leaves(each))
 
-        return ranks(jax.grad(total), mesh)(tree)
+        return on_ranks(jax.grad(total), mesh)(tree)
 
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)  # noqa: E731
     ours = functools.partial(HALVES[half], exchange="xla")
@@ -549,16 +508,16 @@ def test_derivative_and_batch_of_a_tree_are_its_namesakes(half, mesh):
     call = lambda t: ours(t, "data", tiled=True)  # noqa: E731
     # The two add up exact sums in different orders.
     batch = jax.jit(jax.vmap(call, axis_name="data"))
-    jax.tree.map(close, batch(tree), ranks(call, mesh)(tree))
+    jax.tree.map(close, batch(tree), on_ranks(call, mesh)(tree))
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_trees_without_leaves_or_with_empty_ones_come_back(half, mesh):
-    assert ranks(lambda t: HALVES[half](t, "data"), mesh)({"a": None, "b": ()}) == {
+    assert on_ranks(lambda t: HALVES[half](t, "data"), mesh)({"a": None, "b": ()}) == {
         "a": None,
         "b": (),
     }
-    got = ranks(lambda t: HALVES[half](t, "data"), mesh)([values(WORLD, WORLD, 0)])
+    got = on_ranks(lambda t: HALVES[half](t, "data"), mesh)([normal(WORLD, WORLD, 0)])
     assert got[0].size == 0
 
 
@@ -573,8 +532,8 @@ def test_a_layer_travels_in_one_call_for_each_fusion_buffer(half, fusion_bytes, 
     exact = {"table": Identity()}
     plan = Plan.build(whole, Q4, overrides=exact, fusion_bytes=fusion_bytes)
     world = WORLD if half == "gather" else 1
-    tree = {n: values(WORLD, s[0] // world, *s[1:]) for n, s in LAYER.items()}
-    f = ranks(lambda t: HALVES[half](t, "data", plan, tiled=True, exchange="xla"), mesh)
+    tree = {n: normal(WORLD, s[0] // world, *s[1:]) for n, s in LAYER.items()}
+    f = on_ranks(lambda t: HALVES[half](t, "data", plan, tiled=True, exchange="xla"), mesh)
     hlo = f.lower(tree).as_text("hlo")
     pattern = r"= (\w+)\[([\d,]*)\]\S* (all-gather|all-to-all|reduce-scatter)\("
     found = re.findall(pattern, hlo)
@@ -591,7 +550,7 @@ def test_a_layer_travels_in_one_call_for_each_fusion_buffer(half, fusion_bytes, 
 @pytest.mark.parametrize("half", HALVES)
 def test_leaves_of_a_buffer_keep_the_mesh_axes_that_they_vary_over(half, mesh_2d):
     """Leaves that vary over the model do not make others vary over it; all keep their bits."""
-    tree = {"both": values(4, 8, 512), "bias": values(4, 8), "one": values(4, 8, 256)}
+    tree = {"both": normal(4, 8, 512), "bias": normal(4, 8), "one": normal(4, 8, 256)}
     specs = {"both": P("data", None, "model"), "bias": P("data"), "one": P("data")}
 
     def each(call):
@@ -610,7 +569,7 @@ def test_leaves_of_a_buffer_keep_the_mesh_axes_that_they_vary_over(half, mesh_2d
 @needs_streams
 @pytest.mark.parametrize("half", HALVES)
 def test_every_compressed_leaf_is_a_fused_call_of_its_own(half, mesh, built):
-    f = ranks(lambda t: HALVES[half](t, "data", RULES, tiled=True, exchange="nccl"), mesh)
+    f = on_ranks(lambda t: HALVES[half](t, "data", RULES, tiled=True, exchange="nccl"), mesh)
     assert len(targets(f, operands(half))) == 3  # big, mid, half; "vector" is cast, by "xla"
 
 
@@ -684,18 +643,15 @@ def test_errors_name_the_leaf(half, error, message, shape, options, mesh):
 
     with pytest.raises(error, match=message):
         jax.eval_shape(
-            jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()), values(WORLD, *shape)
+            jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()), normal(WORLD, *shape)
         )
 
 
 def test_votes_are_scattered_as_the_majority(mesh_of_each_size):
     world = mesh_of_each_size.size
-    x = values(world, world, 1200)
-    f = sharded(
-        lambda v: cgx_jax.psum_scatter_compressed(v, "data", SignSGD(), exchange="xla"),
-        mesh_of_each_size,
-    )
+    x = normal(world, world, 1200)
+    vote = lambda v: cgx_jax.psum_scatter_compressed(v, "data", SignSGD(), exchange="xla")  # noqa: E731
     majority = np.sign(np.sign(x).sum(0)) if world > 1 else x[0]
-    np.testing.assert_array_equal(jax.jit(f)(x), majority)
+    np.testing.assert_array_equal(on_ranks(vote, mesh_of_each_size)(x), majority)
     if world % 2 == 0:
         assert (majority == 0).any()
