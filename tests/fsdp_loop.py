@@ -33,11 +33,12 @@ SPECS = {
 }
 
 
-def init(key):
+def init(seed):
+    rng = np.random.default_rng(seed)
+
     def draw(path, shape):
         stacked = (LAYERS, *shape) if path[0].key == "layers" else shape
-        own = jax.random.fold_in(key, sum(map(ord, jax.tree_util.keystr(path))))
-        return jax.random.normal(own, stacked) / shape[0] ** 0.5
+        return (rng.normal(size=stacked) / shape[0] ** 0.5).astype(np.float32)
 
     return jax.tree_util.tree_map_with_path(draw, SHAPES, is_leaf=is_shape)
 
@@ -68,7 +69,7 @@ def loss_fn(shards, tokens):
 
 
 tx = optax.adamw(3e-3)
-state = jax.eval_shape(tx.init, jax.eval_shape(init, jax.random.key(0)))
+state = jax.eval_shape(tx.init, init(0))
 ADAM = optax.tree_utils.tree_map_params(
     tx, lambda _, spec: spec, state, SPECS, transform_non_params=lambda _: P()
 )
@@ -87,13 +88,7 @@ def step(shards, state, tokens):
 def train(tokens):
     """Returns the losses, and the compiled step."""
     shardings = jax.tree.map(functools.partial(NamedSharding, MESH), (SPECS, ADAM))
-
-    @functools.partial(jax.jit, out_shardings=shardings)
-    def begin(key):
-        params = init(key)
-        return params, tx.init(params)
-
-    shards, state = begin(jax.random.key(0))
+    shards, state = jax.device_put((init(0), tx.init(init(0))), shardings)
     compiled = step.lower(shards, state, tokens[0]).compile()
     losses = []
     for batch in tokens:

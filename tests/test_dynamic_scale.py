@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Quantize, Rules
 
 WORLD = 4
+MESH = Mesh(np.array(jax.devices()[:WORLD]), ("batch",))
 EVERYTHING = Rules((), Quantize(8), exact=())
 OVERFLOWS = {3: [2], 4: [0], 8: [0, 1, 2, 3]}  # step: ranks whose gradients are not finite
 
@@ -50,17 +51,15 @@ def step(mean, scale, params, batch):
 def under_pmap(mean):
     """Every output has a leading axis of ranks."""
     p_step = jax.pmap(functools.partial(step, mean), "batch", devices=jax.devices()[:WORLD])
-    return p_step, lambda x: jnp.broadcast_to(x, (WORLD, *jnp.shape(x)))
+    rows = NamedSharding(MESH, P("batch"))
+    return p_step, lambda x: jax.device_put(np.broadcast_to(x, (WORLD, *np.shape(x))), rows)
 
 
 def under_shard_map(mean):
     """Outputs that check_vma knows to be the same on all ranks."""
-    mesh = Mesh(np.array(jax.devices()[:WORLD]), ("batch",))
 
     @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("batch")), out_specs=(P(), P(), P(), P())
-    )
+    @jax.shard_map(mesh=MESH, in_specs=(P(), P(), P("batch")), out_specs=P())
     def sharded(scale, params, batch):
         def varying(scale, params, batch):
             return mean(
@@ -69,7 +68,7 @@ def under_shard_map(mean):
 
         return step(varying, scale, params, jax.tree.map(lambda x: x[0], batch))
 
-    return sharded, jnp.asarray
+    return sharded, lambda x: jax.device_put(np.asarray(x), NamedSharding(MESH, P()))
 
 
 WAYS = {"pmap": under_pmap, "shard_map": under_shard_map}
