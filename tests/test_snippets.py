@@ -20,6 +20,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import cgx_jax
+from cgx_jax.tuning import sweep
 from processes import finish, free_port, start
 
 ROOT = Path(__file__).parents[1]
@@ -28,18 +30,15 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 PROCESSES = "docs/quickstart/processes.md"
-# Compiled models, which the quick tests leave out: of every kind they run another page.
-COSTLY = [
-    f"docs/quickstart/{n}.md"
-    for n in ("equinox", "flax_linen", "flax_nnx", "fsdp", "pmap", "shard_map")
-]
-
-# Pages whose blocks are all run by another test: named by page or by folder.
-ELSEWHERE = {
-    "README.md": "test_readme.py",
-    "docs/calls.md": "test_readme.py",
-    "docs/reference": "test_reference_examples.py",
+# Compiled models, and calls that other tests make, which the quick tests leave out.
+COSTLY = {
+    "quickstart": ("equinox", "flax_linen", "flax_nnx", "fsdp", "pmap", "shard_map"),
+    "reference": ("calls", "compressors", "exchanges", "reductions", "testing", "transforms"),
 }
+COSTLY = [f"docs/{folder}/{name}.md" for folder, names in COSTLY.items() for name in names]
+
+# Goes on with the program of the README, which runs there.
+GOES_ON = "docs/calls.md"
 # Blocks that cannot run in this process: a page, a phrase of the block, and why.
 NOT_HERE = {
     (PROCESSES, "jax.distributed.initialize"): "two processes, which a test below starts",
@@ -92,6 +91,15 @@ class Fragments:
 
 
 FRAGMENTS = {
+    GOES_ON: Fragments(
+        before="\n".join(re.findall(r"^```python\n(.*?)^```$", PAGES["README.md"], re.S | re.M)),
+        after={
+            "cgx_jax.plan_table(plan)": """
+assert "1 leaves in 1 fusion buffers" in cgx_jax.plan_table(plan)
+step(params, opt_state, x, y)
+"""
+        },
+    ),
     "docs/choosing.md": Fragments(
         before="step, x, y = None, batch, batch",
         after={"def compare(sync)": "compare(cgx_jax.sync_gradients)"},
@@ -237,13 +245,8 @@ def entry(table, code):
     return next((value for phrase, value in table.items() if phrase in code), None)
 
 
-def elsewhere(page):
-    """Returns the row of `ELSEWHERE` for a page: (page or folder, test), or None."""
-    return next((row for row in ELSEWHERE.items() if f"{page}/".startswith(f"{row[0]}/")), None)
-
-
 def runs(page):
-    return not elsewhere(page) and any(not is_left_out(page, code) for _, code in blocks(page))
+    return page != "README.md" and any(not is_left_out(page, code) for _, code in blocks(page))
 
 
 def execute(code, namespace, page, line=0):
@@ -271,7 +274,13 @@ def trace(code, namespace, page, line, axis, scope):
     "page",
     [pytest.param(p, marks=pytest.mark.slow if p in COSTLY else ()) for p in PAGES if runs(p)],
 )
-def test_a_page_runs(page):
+def test_a_page_runs(page, monkeypatch, following):
+    # The real function would change this process for all later tests; few rounds tune as well.
+    patches = [(cgx_jax, "keep_memory", lambda: True)]
+    patches += [(sweep, "ROUNDS", range(3, 6)), (sweep, "CODEC_ROUNDS", 3)]
+    for patch in patches:
+        monkeypatch.setattr(*patch)
+
     def namespace():
         # Classes look for the module that they are defined in.
         module = types.ModuleType("snippet")
@@ -308,9 +317,14 @@ def check_compiled_once(page, names):
 def test_no_block_is_overlooked(page):
     fences = re.findall(r"^[ \t]*(?:```|~~~)[ \t]*\{?\.?(?:py|Py)", PAGES[page], re.MULTILINE)
     assert len(fences) == len(blocks(page)), "begin a Python block with ```python at column 0"
-    if row := elsewhere(page):
-        name, test = row
-        assert Path(name).name in (ROOT / "tests" / test).read_text()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/reference/")])
+def test_every_name_of_a_reference_page_has_an_example(page):
+    shown = "\n".join(code for _, code in blocks(page))
+    paths = re.findall(r"^::: (.*)$", PAGES[page], re.MULTILINE)
+    names = [path.rpartition(".")[2] for path in paths]
+    assert [name for name in names if not re.search(rf"\b{name}\b", shown)] == []
 
 
 def test_each_row_of_the_tables_means_one_block():
