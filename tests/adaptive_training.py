@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Adaptive, Quantize
+from worlds import RANKS, first, placed, ranks, with_state
 
 WORLD = 4
 LIKE = {
@@ -21,7 +20,7 @@ SCALE = {"bias": 1.0, "big": 0.01, "small": 10.0, "table": 1.0}
 
 
 def mesh():
-    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+    return ranks(WORLD)
 
 
 def gradients(seed, scale=SCALE):
@@ -43,18 +42,14 @@ class Training:
         )
         # As later steps get it, so that the step is compiled once for each plan.
         self.state = self.placed(self.tx.init(like))
-        self.specs = cgx_jax.state_specs(self.state, "data")
         self.step = policy.jit(self.sharded(), donate_argnums=(1,))
 
     def placed(self, state):
-        return jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh()))
+        return placed(state, mesh())
 
     def sharded(self):
-        def step(grads, state):
-            return self.tx.update(jax.tree.map(lambda x: x[0], grads), state)
-
-        return jax.shard_map(
-            step, mesh=mesh(), in_specs=(P("data"), self.specs), out_specs=(P(), self.specs)
+        return with_state(
+            lambda grads, state: self.tx.update(first(grads), state), mesh(), self.state, RANKS
         )
 
     def run(self, steps, scale=SCALE, grads=None):

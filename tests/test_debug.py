@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src import dispatch
-from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax.compressors.quantized import QuantizedChunks, QuantizedWhole
+from worlds import on_ranks
 
 X = np.random.default_rng(0).normal(size=(8, 40, 64)).astype(np.float32)
 CALLS = {
@@ -24,18 +24,6 @@ def grouped(x):
     return cgx_jax.psum_compressed(x, "data", axis_index_groups=GROUPS, exchange="xla")
 
 
-def sharded(f, mesh, check_vma=True):
-    return jax.jit(
-        jax.shard_map(
-            lambda x: f(x[0])[None],
-            mesh=mesh,
-            in_specs=P("data"),
-            out_specs=P("data"),
-            check_vma=check_vma,
-        )
-    )
-
-
 def run(f, x):
     """Runs to the end, so that errors of callbacks come out here."""
     out = jax.block_until_ready(f(x))
@@ -46,9 +34,9 @@ def run(f, x):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("f", [*CALLS.values(), grouped], ids=[*CALLS, "groups"])
 def test_ranks_that_agree_pass_and_get_the_same_numbers(mesh, f, check_vma):
-    want = run(sharded(f, mesh, check_vma), X)
+    want = run(on_ranks(f, mesh, check_vma=check_vma), X)
     with cgx_jax.debug.debug_checksums():
-        np.testing.assert_array_equal(run(sharded(f, mesh, check_vma), X), want)
+        np.testing.assert_array_equal(run(on_ranks(f, mesh, check_vma=check_vma), X), want)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +70,9 @@ def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
         )
     # A failed callback's token stays until the process ends, which would then fail on it again.
     request.addfinalizer(dispatch.runtime_tokens.clear)
-    run(sharded(CALLS[name], mesh, False), X)  # outside the mode nothing is checked
+    run(on_ranks(CALLS[name], mesh, check_vma=False), X)  # outside the mode nothing is checked
     with (
         cgx_jax.debug.debug_checksums(),
         pytest.raises(Exception, match=rf"{name}: .*axis data.*rank 5 .*\(1 of 8 ranks differ\)"),
     ):
-        run(sharded(CALLS[name], mesh, False), X)
+        run(on_ranks(CALLS[name], mesh, check_vma=False), X)

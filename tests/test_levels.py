@@ -19,6 +19,7 @@ from cgx_jax.reductions import GatherSum, Levels, ScatterGather, Tree
 from cgx_jax.reductions.levels import Leveled
 from reducing import pmean_with_residual
 from toys import Difference, Largest, Stateless, Steps
+from worlds import first, normal, on_ranks, placed, stacked, stepper
 
 GRIDS = {"2 x 2": (2, 2), "2 x 4": (2, 4), "4 x 2": (4, 2), "3 x 2": (3, 2)}
 CODES = {
@@ -34,19 +35,13 @@ CODES = {
 KEY = jax.random.key(2)
 
 
-def values(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 def grid(nodes, local):
     devices = np.array(jax.devices()[: nodes * local]).reshape(nodes, local)
     return Mesh(devices, ("node", "local"))
 
 
-def on_grid(f, mesh, *, check_vma=True, out=None):
-    spec = P(mesh.axis_names)
-    out = P() if out is None else out
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma))
+def on_grid(f, nodes, local, **options):
+    return on_ranks(f, grid(nodes, local), **{"out": P()} | options)
 
 
 AXES = ("node", "local")
@@ -68,14 +63,13 @@ def bound_of(code, how, x, nodes, local):
 def test_sums_are_within_the_bound_between_nodes_and_alike_on_all_ranks(name, shape):
     nodes, local = GRIDS[shape]
     code, how = CODES[name]
-    x = values(nodes * local, 16, 60)
+    x = normal(nodes * local, 16, 60)
     call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v[0], AXES, code, key=KEY, exchange="xla", reduction=how, levels=Levels("local")
+        v, AXES, code, key=KEY, exchange="xla", reduction=how, levels=Levels("local")
     )
-    mesh = grid(nodes, local)
-    got = np.asarray(on_grid(lambda v: call(v)[None], mesh, out=P(AXES), check_vma=False)(x))
+    got = np.asarray(on_grid(call, nodes, local, out=None, check_vma=False)(x))
     assert all(row.tobytes() == got[0].tobytes() for row in got)
-    typed = on_grid(call, mesh)  # check_vma takes it for the same on all ranks
+    typed = on_grid(call, nodes, local)  # check_vma takes it for the same on all ranks
     assert jax.eval_shape(typed, x).shape == x.shape[1:]
     if name == "quantize":
         assert np.asarray(typed(x)).tobytes() == got[0].tobytes()
@@ -90,30 +84,28 @@ def test_sums_are_within_the_bound_between_nodes_and_alike_on_all_ranks(name, sh
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_groups_of_a_flat_axis_are_levels_too(check_vma, mesh):
-    x = values(8, 16, 60)
+    x = normal(8, 16, 60)
     groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
     flat = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v[0], "data", Quantize(4, 64), exchange="xla", levels=Levels(groups=groups)
+        v, "data", Quantize(4, 64), exchange="xla", levels=Levels(groups=groups)
     )
     named = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v[0], AXES, Quantize(4, 64), exchange="xla", levels=Levels("local")
+        v, AXES, Quantize(4, 64), exchange="xla", levels=Levels("local")
     )
-    got = jax.jit(
-        jax.shard_map(flat, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma)
-    )(x)
-    np.testing.assert_array_equal(got, on_grid(named, grid(2, 4))(x))
+    got = on_ranks(flat, mesh, out=P(), check_vma=check_vma)(x)
+    np.testing.assert_array_equal(got, on_grid(named, 2, 4)(x))
 
 
 def test_buckets_of_equal_values_are_exact_where_shares_are_uneven():
     x = np.full((8, 7, 31), 5, np.float32)
     call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v[0], AXES, Quantize(2, 32), exchange="xla", levels=Levels("local")
+        v, AXES, Quantize(2, 32), exchange="xla", levels=Levels("local")
     )
-    np.testing.assert_array_equal(on_grid(call, grid(2, 4))(x), np.full((7, 31), 40, np.float32))
+    np.testing.assert_array_equal(on_grid(call, 2, 4)(x), np.full((7, 31), 40, np.float32))
 
 
 def test_levels_work_under_pmap_and_in_a_plain_vmap():
-    x, groups = values(8, 16, 60), Levels(groups=[[0, 1], [2, 3], [4, 5], [6, 7]])
+    x, groups = normal(8, 16, 60), Levels(groups=[[0, 1], [2, 3], [4, 5], [6, 7]])
     call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
         v, "data", Quantize(4, 64), exchange="xla", levels=groups
     )
@@ -122,7 +114,7 @@ def test_levels_work_under_pmap_and_in_a_plain_vmap():
     twice = lambda v: cgx_jax.psum_compressed(  # noqa: E731
         v, AXES, Quantize(4, 64), exchange="xla", levels=Levels("local")
     )
-    named = on_grid(lambda v: jax.vmap(twice)(jnp.stack([v[0], 2 * v[0]]))[0], grid(4, 2))
+    named = on_grid(lambda v: jax.vmap(twice)(jnp.stack([v, 2 * v]))[0], 4, 2)
     np.testing.assert_array_equal(named(x), want[0])
 
 
@@ -131,16 +123,15 @@ def test_levels_work_under_pmap_and_in_a_plain_vmap():
 def test_what_the_ranks_lost_is_the_difference_to_the_exact_mean(name, inner):
     code, how = CODES[name]
     # Shares of "a" are whole rows, of "b" flat, and of "c" whole rows with padding.
-    x = {"a": values(8, 16, 60), "b": values(8, 9, 7, seed=1), "c": values(8, 47, 9, seed=2)}
-    plan = cgx_jax.Plan.build(jax.tree.map(lambda v: v[0], x), Rules((), code, exact=()))
+    x = {"a": normal(8, 16, 60), "b": normal(8, 9, 7, seed=1), "c": normal(8, 47, 9, seed=2)}
+    plan = cgx_jax.Plan.build(first(x), Rules((), code, exact=()))
 
-    def step(t):
-        own = jax.tree.map(lambda v: v[0], t)
+    def step(own):
         options = {"exchange": "xla", "reduction": how, "levels": Levels("local", compressor=inner)}
         mean, lost = pmean_with_residual("here", own, AXES, plan, key=KEY, **options)
-        return mean, [e[None] for e in lost]
+        return mean, stacked(lost)
 
-    mean, lost = on_grid(step, grid(2, 4), out=(P(), P(AXES)))(x)
+    mean, lost = on_grid(step, 2, 4, out=(P(), P(AXES)))(x)
     for (k, v), e in zip(x.items(), lost, strict=True):
         account = np.asarray(v, np.float64).mean(0) - mean[k] - np.asarray(e, np.float64).mean(0)
         assert np.abs(account).max() < 1e-5
@@ -148,26 +139,11 @@ def test_what_the_ranks_lost_is_the_difference_to_the_exact_mean(name, inner):
 
 
 def test_feedback_over_levels_loses_nothing_in_the_long_run():
-    mesh, x = grid(2, 2), values(4, 40, 50)
-    tx = cgx_jax.sync_gradients(
-        AXES,
-        Quantize(2, 64),
-        memory=cgx_jax.ErrorFeedback(),
-        levels=Levels("local"),
-        exchange="xla",
-        mesh=mesh,
-    )
-    state = tx.init(jnp.zeros((40, 50)))
-    state = jax.device_put(state, cgx_jax.state_shardings(state, AXES, mesh))
-    specs = cgx_jax.state_specs(state, AXES)
-    step = jax.jit(
-        jax.shard_map(
-            lambda g, s: tx.update(g[0], s),
-            mesh=mesh,
-            in_specs=(P(AXES), specs),
-            out_specs=(P(), specs),
-        )
-    )
+    mesh, x = grid(2, 2), normal(4, 40, 50)
+    options = {"memory": cgx_jax.ErrorFeedback(), "levels": Levels("local"), "exchange": "xla"}
+    tx = cgx_jax.sync_gradients(AXES, Quantize(2, 64), mesh=mesh, **options)
+    state = placed(tx.init(jnp.zeros((40, 50))), mesh, AXES)
+    step = stepper(tx, mesh, state, AXES)
     seen = np.zeros((40, 50))
     for _ in range(20):
         mean, state = step(x, state)
@@ -178,8 +154,8 @@ def test_feedback_over_levels_loses_nothing_in_the_long_run():
 
 @pytest.mark.parametrize("call", ["pmean", "hook", "value_and_grad"])
 def test_other_calls_take_levels(call):
-    mesh, x = grid(2, 2), values(8, 40)
-    w = values(40, 60, seed=1)
+    mesh, x = grid(2, 2), normal(8, 40)
+    w = normal(40, 60, seed=1)
     loss = lambda p, v: (jnp.tanh(v @ p) ** 2).mean()  # noqa: E731
     how = {"levels": Levels("local"), "exchange": "xla"}
     want = jax.jit(jax.grad(loss))(w, x)
@@ -232,9 +208,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_levels_are_refused_by_the_call(name):
     levels, says = WRONG[name]
-    f = lambda v: cgx_jax.psum_compressed(v[0], AXES, Quantize(4), levels=levels)  # noqa: E731
+    f = lambda v: cgx_jax.psum_compressed(v, AXES, Quantize(4), levels=levels)  # noqa: E731
     with pytest.raises(ValueError, match=rf"^psum_compressed.*{says}"):
-        jax.eval_shape(on_grid(f, grid(2, 2)), values(4, 64, 64))
+        jax.eval_shape(on_grid(f, 2, 2), normal(4, 64, 64))
 
 
 def test_options_that_do_not_go_with_levels_are_refused(mesh):
@@ -245,28 +221,28 @@ def test_options_that_do_not_go_with_levels_are_refused(mesh):
             Levels("local", compressor=code)
     call = functools.partial(cgx_jax.psum_compressed, axis_name=AXES, compressor=Quantize(4))
     with pytest.raises(TypeError, match=r"^psum_compressed: levels='local' is not an instance"):
-        jax.eval_shape(on_grid(lambda v: call(v[0], levels="local"), grid(2, 2)), values(4, 64, 64))
+        jax.eval_shape(on_grid(lambda v: call(v, levels="local"), 2, 2), normal(4, 64, 64))
     groups = [[0, 1], [2, 3]]
-    f = lambda v: call(v[0], levels=Levels("local"), axis_index_groups=groups)  # noqa: E731
+    f = lambda v: call(v, levels=Levels("local"), axis_index_groups=groups)  # noqa: E731
     with pytest.raises(ValueError, match="cannot be combined"):
-        jax.eval_shape(on_grid(f, grid(2, 2)), values(4, 64, 64))
+        jax.eval_shape(on_grid(f, 2, 2), normal(4, 64, 64))
     tx = cgx_jax.sync_gradients(AXES, Difference(), levels=Levels("local"))
-    f = lambda v: tx.update(v[0], tx.init(v[0]))[0]  # noqa: E731
+    f = lambda v: tx.update(v, tx.init(v))[0]  # noqa: E731
     with pytest.raises(
         ValueError, match=r"^sync_gradients: .* needs whole leaves .*different share"
     ):
-        jax.eval_shape(on_grid(f, grid(2, 2), check_vma=False), values(4, 64, 64))
+        jax.eval_shape(on_grid(f, 2, 2, check_vma=False), normal(4, 64, 64))
 
 
 def test_one_rank_a_node_is_flat_and_one_node_is_exact():
-    x = values(4, 16, 60)
+    x = normal(4, 16, 60)
     call = lambda v, levels: cgx_jax.psum_compressed(  # noqa: E731
-        v[0], AXES, Quantize(4, 64), exchange="xla", levels=levels
+        v, AXES, Quantize(4, 64), exchange="xla", levels=levels
     )
-    one_each = on_grid(lambda v: call(v, Levels("local")), grid(4, 1))(x)
-    np.testing.assert_array_equal(one_each, on_grid(lambda v: call(v, None), grid(4, 1))(x))
-    one_node = on_grid(lambda v: call(v, Levels("local")), grid(1, 4))(x)
-    exact = on_grid(lambda v: lax.psum(v[0], AXES), grid(1, 4))(x)
+    one_each = on_grid(lambda v: call(v, Levels("local")), 4, 1)(x)
+    np.testing.assert_array_equal(one_each, on_grid(lambda v: call(v, None), 4, 1)(x))
+    one_node = on_grid(lambda v: call(v, Levels("local")), 1, 4)(x)
+    exact = on_grid(lambda v: lax.psum(v, AXES), 1, 4)(x)
     np.testing.assert_array_equal(one_node, exact)
 
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -22,6 +21,7 @@ from cgx_jax.compressors import (
     TopK,
 )
 from cgx_jax.transforms import MomentumCorrection, diloco, metrics
+from worlds import normal, ranks
 
 WORLD = 3
 MEMORIES = {"feedback": ErrorFeedback(), "momentum": MomentumCorrection(0.9)}
@@ -42,18 +42,10 @@ def every_pair():
     return [pytest.param(*p, marks=() if p in QUICK else pytest.mark.slow) for p in pairs]
 
 
-def mesh(world=WORLD):
-    return Mesh(np.array(jax.devices()[:world]), ("data",))
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 def sync(compressor, memory, world=WORLD, **options):
     policy = Rules((), compressor, exact=())
     return cgx_jax.sync_gradients(
-        "data", policy, memory=memory, mesh=mesh(world), exchange="xla", **options
+        "data", policy, memory=memory, mesh=ranks(world), exchange="xla", **options
     )
 
 
@@ -61,7 +53,7 @@ def run(compressor, memory, grads, **options):
     """Returns means fp64[steps, ...], and the memories before the first and after each step."""
     world = grads.shape[1]
     tx = sync(compressor, memory, world, **options)
-    means, states = optax_steps.run(tx, mesh(world), {"w": grads})
+    means, states = optax_steps.run(tx, ranks(world), {"w": grads})
     kept = [[np.asarray(x["w"], np.float64) for x in s.memory] for s in states]
     return np.array([m["w"] for m in means], np.float64), kept
 
@@ -110,7 +102,7 @@ def test_a_memory_of_gradients_that_stay_does_not_grow(memory, name):
 def test_a_memory_that_would_grow_is_refused(memory, name):
     tx = sync(REFUSED[name], MEMORIES[memory])
     with pytest.raises(ValueError, match=r"^sync_gradients: .* of leaf 'w' can exceed its input"):
-        optax_steps.run(tx, mesh(), {"w": normal(1, WORLD, 30, 50)})
+        optax_steps.run(tx, ranks(WORLD), {"w": normal(1, WORLD, 30, 50)})
 
 
 # --- momentum.
@@ -184,7 +176,7 @@ def test_feedback_by_rates_is_the_paper_s_ef_sgd_under_a_schedule(momentum):
     tx = optax.chain(
         sync(ScaledSign(2000), memory, reduction="gather_sum"), optax.scale_by_learning_rate(rates)
     )
-    steps, states = optax_steps.run(tx, mesh(), {"w": grads})
+    steps, states = optax_steps.run(tx, ranks(WORLD), {"w": grads})
     e = velocity = np.zeros((WORLD, 40, 50))
     for t, step in enumerate(steps):
         rate = float(rates(t))
@@ -228,7 +220,7 @@ def test_a_rate_that_is_no_schedule_is_refused(kind):
 def test_what_found_no_room_is_counted_and_waits(compressor):
     grads = normal(2, WORLD, 30, 50)
     tx = sync(compressor, ErrorFeedback())
-    _, states = optax_steps.run(tx, mesh(), {"w": grads})
+    _, states = optax_steps.run(tx, ranks(WORLD), {"w": grads})
     kept = np.zeros((WORLD, 30, 50))
     for t, state in enumerate(states[1:]):
         sent = kept + grads[t]
@@ -269,7 +261,7 @@ TRANSFORMATIONS = {
     "momentum": lambda: sync(Quantize(4), MomentumCorrection(0.9)),
     "feedback in units": lambda: sync(Quantize(4), ErrorFeedback(), precondition=SecondMoment()),
     "diloco": lambda: diloco(
-        optax.sgd(0.1, 0.9), "data", Quantize(4), every=8, mesh=mesh(), exchange="xla"
+        optax.sgd(0.1, 0.9), "data", Quantize(4), every=8, mesh=ranks(WORLD), exchange="xla"
     ),
 }
 
@@ -291,7 +283,7 @@ def test_new_state_is_written_over_the_old(name):
         return optax.apply_updates(params, updates), state
 
     at = P(), specs
-    ranked = jax.shard_map(step, mesh=mesh(), in_specs=(*at, P("data")), out_specs=at)
+    ranked = jax.shard_map(step, mesh=ranks(WORLD), in_specs=(*at, P("data")), out_specs=at)
     program = jax.jit(ranked, donate_argnums=(0, 1)).lower(params, state, jnp.ones((6, 33)))
     _, entry = program.compile().as_text().split("\nENTRY ")
     copies = [line for line in entry.splitlines() if " copy(" in line and "33,65]" in line]

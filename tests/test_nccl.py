@@ -27,6 +27,7 @@ from cgx_jax.kernels.primitives import NO_RANK
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.tuning import candidates, engine
 from profiles import profile
+from worlds import on_ranks
 
 WORLD = 8
 needs_streams = pytest.mark.skipif(
@@ -69,18 +70,18 @@ def test_what_a_code_prepares_is_not_sent_by_a_call_that_cannot_prepare(reductio
     def f(x):
         return summed(x, "nccl", compressor=Halved(4), reduction=reduction)
 
-    over = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())
-    found = re.findall(r"cgx_\w+", str(jax.make_jaxpr(over)(jnp.ones((WORLD, 4096)))))
+    jaxpr = str(jax.make_jaxpr(over(mesh, f))(jnp.ones((WORLD, 4096))))
+    found = re.findall(r"cgx_\w+", jaxpr)
     assert "cgx_encode" in found
     assert not [name for name in found if name.endswith("_nccl")]
 
 
 def summed(x, exchange, **options):
-    return cgx_jax.psum_compressed(x[0], "data", exchange=exchange, **options)
+    return cgx_jax.psum_compressed(x, "data", exchange=exchange, **options)
 
 
 def over(mesh, f):
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    return on_ranks(f, mesh, out=P())
 
 
 @needs_streams
@@ -143,8 +144,7 @@ def test_a_sum_in_one_phase_is_handed_what_gives_the_bytes_of_xla(
     tree = [jnp.asarray(values, dtype), jnp.asarray(values[:, 0, :5], dtype)]
     code, key = Quantize(3, 64, rounding), jax.random.key(1)
 
-    def f(tree, exchange):
-        own = jax.tree.map(lambda x: x[0], tree)
+    def f(own, exchange):
         return cgx_jax.pmean_compressed(
             own, "data", code, exchange=exchange, reduction="gather_sum", key=key
         )

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment, transforms
 from cgx_jax.compressors import SignSGD
 from cgx_jax.kernels.nonfinite import all_finite, count_nonfinite
+from worlds import first, on_ranks, placed, stepper
 
 EXACT_BIAS = (Rule(Identity(), path="bias"),)
 RULES = Rules((), Quantize(4, 64), exact=EXACT_BIAS)
@@ -57,14 +57,6 @@ def hook(tree):
     return jax.grad(loss)(tree)
 
 
-def sharded(f, mesh, *, check_vma=True, axis="data"):
-    """Returns f of each rank's own tree, compiled, with the results of all ranks."""
-    own = lambda t: jax.tree.map(lambda x: x[None], f(jax.tree.map(lambda x: x[0], t)))  # noqa: E731
-    return jax.jit(
-        jax.shard_map(own, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=check_vma)
-    )
-
-
 def run(f, *args):
     """Runs to the end, so that errors of callbacks come out here."""
     out = jax.block_until_ready(f(*args))
@@ -80,7 +72,7 @@ def reports(caplog):
 @pytest.mark.quick("True")
 def test_leaf_rank_place_and_count_are_named_once(mesh, caplog, check_vma):
     with cgx_jax.debug_nonfinite("log"):
-        f = sharded(psum, mesh, check_vma=check_vma)
+        f = on_ranks(psum, mesh, check_vma=check_vma)
         run(f, gradients())
         assert reports(caplog) == []
         got = run(f, spoilt())
@@ -89,13 +81,13 @@ def test_leaf_rank_place_and_count_are_named_once(mesh, caplog, check_vma):
     assert head == "psum_compressed over axis data: values are not finite."
     assert [line.strip() for line in lines] == IN
     assert 'the data of the ranks in the "in" lines' in remedy
-    want = run(sharded(psum, mesh, check_vma=check_vma), spoilt())
+    want = run(on_ranks(psum, mesh, check_vma=check_vma), spoilt())
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_raising_ends_the_step_with_the_report_and_no_other_step(mesh):
     with cgx_jax.debug_nonfinite():
-        f = sharded(psum, mesh)
+        f = on_ranks(psum, mesh)
         with pytest.raises(
             jax.errors.JaxRuntimeError,
             match=r"FloatingPointError: psum_compressed .*(?s:.)*rank 6 has",
@@ -107,7 +99,7 @@ def test_raising_ends_the_step_with_the_report_and_no_other_step(mesh):
 def test_the_program_needs_no_host_callback(mesh):
     """JAX starts programs with a host callback by a slower path."""
     with cgx_jax.debug_nonfinite():
-        text = sharded(psum, mesh).lower(gradients()).as_text()
+        text = on_ranks(psum, mesh).lower(gradients()).as_text()
     assert text.count("@cgx_report(") == 1
     assert "callback" not in text
 
@@ -149,7 +141,7 @@ def test_without_native_kernels_a_host_callback_reports():
 def test_overflow_of_the_sum_alone_is_told_from_what_went_in(mesh, caplog):
     big = {"kernel": np.full((8, 16, 40), 3e38, np.float32)}
     with cgx_jax.debug_nonfinite("log"):
-        run(sharded(psum, mesh), big)
+        run(on_ranks(psum, mesh), big)
     (text,) = reports(caplog)
     assert "  in " not in text
     assert "out 'kernel' float32[16, 40]: every rank has 640 of 640" in text
@@ -161,7 +153,7 @@ def test_a_code_that_cannot_carry_nan_is_no_hiding_place(mesh, caplog):
     tree = spoilt()
     tree["bias"][:] = 0
     with cgx_jax.debug_nonfinite("log"):
-        got = run(sharded(signs, mesh), tree)
+        got = run(on_ranks(signs, mesh), tree)
     assert np.isfinite(got["kernel"]).all()
     assert "in 'kernel' float32[16, 40]: rank 3 has 2 of 640" in reports(caplog)[0]
 
@@ -173,7 +165,7 @@ def test_ranks_of_a_mesh_with_more_axes_have_coordinates_and_skip_together(
     """The leaves of one model shard are bad; those of the other are not, and are skipped too."""
     tree = {"kernel": np.ones((8, 16, 40), np.float32)}
     tree["kernel"][5, 3, 3] = np.nan  # data 2, model 1
-    f = sharded(psum, mesh_2d, check_vma=check_vma, axis=("data", "model"))
+    f = on_ranks(psum, mesh_2d, check_vma=check_vma)
     with cgx_jax.debug_nonfinite("skip"):
         assert not run(f, tree)["kernel"].any()
     (text,) = reports(caplog)
@@ -202,15 +194,8 @@ def test_the_mode_works_under(name, caplog):
 
 def optimizer(mesh, **options):
     tx = cgx_jax.sync_gradients("data", RULES, mesh=mesh, exchange="xla", **options)
-    state = tx.init(jax.tree.map(lambda x: x[0], gradients()))
-    specs = cgx_jax.state_specs(state, "data")
-
-    def update(grads, state):
-        return tx.update(jax.tree.map(lambda x: x[0], grads), state)
-
-    state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
-    step = jax.shard_map(update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
-    return jax.jit(step), state
+    state = placed(tx.init(first(gradients())), mesh)
+    return stepper(tx, mesh, state), state
 
 
 KEPT = {
@@ -252,7 +237,7 @@ def test_steps_are_counted_without_the_mode(mesh, kept):
 def test_operands_are_searched_beforehand_only_where_the_results_may_not_tell(
     mesh, compressor, searches, agreed
 ):
-    f = sharded(functools.partial(psum, rules=Rules((), compressor, exact=EXACT_BIAS)), mesh)
+    f = on_ranks(functools.partial(psum, rules=Rules((), compressor, exact=EXACT_BIAS)), mesh)
     plain = f.lower(gradients()).as_text()
     with cgx_jax.debug_nonfinite():
         watched = f.lower(gradients()).as_text()
@@ -305,13 +290,13 @@ def test_groups_decide_together(mesh, caplog):
         )
 
     with cgx_jax.debug_nonfinite("skip"):
-        assert not run(sharded(psum_of_groups, mesh), tree)["kernel"].any()
+        assert not run(on_ranks(psum_of_groups, mesh), tree)["kernel"].any()
     (text,) = reports(caplog)
     assert "out 'kernel' float32[16, 40]: ranks 2, 3 have 128 of 640" in text
 
 
 def test_outside_of_the_mode_the_program_is_what_it_was(mesh):
-    f = sharded(psum, mesh)
+    f = on_ranks(psum, mesh)
     before = f.lower(gradients()).as_text()
     with cgx_jax.debug_nonfinite():
         watched = f.lower(gradients()).as_text()
@@ -339,7 +324,7 @@ def test_halves_are_watched_with_the_shapes_of_their_results(mesh, caplog, name,
     tree["kernel"][2, row, 0] = np.nan
     call = functools.partial(getattr(cgx_jax, name), compressor=Identity(), **options)
     with cgx_jax.debug_nonfinite("log"):
-        run(sharded(lambda t: call(t, "data"), mesh), tree)
+        run(on_ranks(lambda t: call(t, "data"), mesh), tree)
     (text,) = reports(caplog)
     assert text.startswith(f"{name} over axis data: values are not finite.")
     assert "in 'kernel' float32[16, 40]: rank 2 has 1 of 640" in text
@@ -352,7 +337,7 @@ def test_a_part_of_a_step_is_not_skipped(mesh, name):
         cgx_jax.debug_nonfinite("skip"),
         pytest.raises(ValueError, match=rf"^{name}: .* cannot skip part of a step"),
     ):
-        jax.eval_shape(sharded(PARTS[name], mesh, check_vma=False), gradients())
+        jax.eval_shape(on_ranks(PARTS[name], mesh, check_vma=False), gradients())
 
 
 def test_an_action_that_is_none_is_refused():

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -16,6 +15,7 @@ from cgx_jax import Quantize
 from cgx_jax.reductions import Levels
 from cgx_jax.route import route
 from profiles import with_crossing
+from worlds import ranks
 
 LOGGER = "cgx_jax.route.route"
 
@@ -32,10 +32,6 @@ def said(monkeypatch, caplog):
         return [r.getMessage() for r in found]
 
     return messages
-
-
-def ranks(count):
-    return Mesh(np.array(jax.devices()[:count]), ("data",))
 
 
 def reduced(mesh, call, shape=(64, 64)):

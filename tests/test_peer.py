@@ -6,14 +6,13 @@ tests/cpp/cuda/peer_test.cc checks its bytes.
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import jaxlib.version
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax.exchanges.experimental import Peer, peer
+from worlds import normal, on_ranks
 
 WORLD = 8
 needs_streams = pytest.mark.skipif(
@@ -22,16 +21,11 @@ needs_streams = pytest.mark.skipif(
 
 
 def psum(mesh):
-    return jax.shard_map(
-        lambda x: cgx_jax.psum_compressed(x, "data", exchange=Peer()),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P(),
-    )
+    return on_ranks(lambda x: cgx_jax.psum_compressed(x, "data", exchange=Peer()), mesh, out=P())
 
 
 def values():
-    return jnp.asarray(np.random.default_rng(0).normal(size=(WORLD, 4096)), jnp.float32)
+    return normal(WORLD, 4096)
 
 
 @needs_streams
@@ -45,13 +39,13 @@ def test_a_buffer_is_reduced_in_one_call(built, mesh):
 @needs_streams
 def test_it_is_refused_for_other_devices(built, mesh):
     with pytest.raises(ValueError, match=r"psum_compressed.*'peer'.*for CUDA.*compiled for cpu"):
-        jax.jit(psum(mesh)).lower(values())
+        psum(mesh).lower(values())
 
 
 def call_in(step, mesh, *operands):
     """Returns the line of the call in a program of `step` for CUDA."""
-    f = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
-    module = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    traced = on_ranks(step, mesh, out=P()).trace(*operands)
+    module = traced.lower(lowering_platforms=("cuda",)).as_text()
     (line,) = [text for text in module.splitlines() if "@cgx_all_reduce_peer" in text]
     return line
 
@@ -100,12 +94,7 @@ def test_another_memory_is_refused():
 
 
 def test_halves_go_by_kernels_around_collectives(built, mesh):
-    f = jax.shard_map(
-        lambda x: cgx_jax.psum_scatter_compressed(x[0], "data", exchange=Peer()),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-    )
+    f = on_ranks(lambda x: cgx_jax.psum_scatter_compressed(x, "data", exchange=Peer()), mesh)
     jaxpr = str(jax.make_jaxpr(f)(values().reshape(WORLD, 1, -1).repeat(WORLD, 1)))
     assert "cgx_encode" in jaxpr
     assert "all_to_all" in jaxpr

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules
 from cgx_jax.policies.rules import EXACT
 from toys import Steps
+from worlds import on_ranks, ranks
 
 WORLD = 3
 # All of them sum up whole numbers exactly if all values of a leaf are the same number.
@@ -134,14 +134,7 @@ def sent_in(jaxpr):
 @given(**cases)
 def test_the_plan_states_the_bytes_of_the_program(tree, policy, fusion_bytes):
     plan = planned(tree, policy, fusion_bytes)
-    mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
-    f = jax.shard_map(
-        lambda t: reduced(plan)(jax.tree.map(lambda x: x[0], t)),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P(),
-        check_vma=False,
-    )
+    f = on_ranks(reduced(plan), ranks(WORLD), out=P(), check_vma=False)
     of_ranks = jax.tree.map(lambda x: jax.ShapeDtypeStruct((WORLD, *x.shape), x.dtype), tree)
     sent = sent_in(jax.make_jaxpr(f)(of_ranks).jaxpr)
     assert plan.wire_bytes(WORLD) == -(-sent // WORLD)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -20,6 +19,7 @@ from cgx_jax.reductions import GatherSum
 from cgx_jax.reductions.named import named
 from cgx_jax.testing import check_reduction
 from toys import Difference, Largest, Stateless, Steps, Vote
+from worlds import normal, on_ranks, ranks
 
 KEY = jax.random.key(11)
 SHAPE = (12, 50)
@@ -47,10 +47,6 @@ def how_of(name):
     return None if name == "majority" else name.split()[0]
 
 
-def values(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 def psum(name, x, axis="data", **options):
     options |= {"exchange": "xla", "reduction": how_of(name)}
     return cgx_jax.psum_compressed(x, axis, WAYS[name], **options)
@@ -63,34 +59,32 @@ def within(name, got, x, divisor=1):
     assert (np.abs(np.asarray(got) - exact) <= bound + 1e-5).all()
 
 
-def sharded(f, mesh, *, check_vma=True, out=None):
-    spec, out = P(mesh.axis_names), P() if out is None else out
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma))
+def summed_by(f, mesh, **options):
+    """Returns f of each rank's own values, typed as the same on all ranks."""
+    return on_ranks(f, mesh, out=P(), **options)
 
 
 @functools.cache
 def summed(name, mesh):
-    return sharded(lambda v: psum(name, v[0]), mesh)
+    return summed_by(functools.partial(psum, name), mesh)
 
 
 BOTH = ("data", "model")
 # f(call, one, two, x): a rank's result of `call`; the meshes have one axis and two.
 TRANSFORMED = {
-    "without check_vma": lambda call, one, two, x: sharded(
-        lambda v: call(v[0]), one, check_vma=False
-    )(x),
+    "without check_vma": lambda call, one, two, x: summed_by(call, one, check_vma=False)(x),
     "pmap": lambda call, one, two, x: jax.pmap(call, axis_name="data")(x)[5],
     "vmap over the axis": lambda call, one, two, x: jax.jit(jax.vmap(call, axis_name="data"))(x)[5],
     "vmap over two axes": lambda call, one, two, x: jax.jit(
         jax.vmap(jax.vmap(lambda v: call(v, BOTH), axis_name="model"), axis_name="data")
     )(x.reshape(4, 2, *SHAPE))[1, 1],
-    "two axes": lambda call, one, two, x: sharded(lambda v: call(v[0], BOTH), two)(x),
-    "scan": lambda call, one, two, x: sharded(
-        lambda v: lax.scan(lambda c, _: (call(v[0] + 0 * c), None), call(v[0]), length=2)[0], one
+    "two axes": lambda call, one, two, x: summed_by(lambda v: call(v, BOTH), two)(x),
+    "scan": lambda call, one, two, x: summed_by(
+        lambda v: lax.scan(lambda c, _: (call(v + 0 * c), None), call(v), length=2)[0], one
     )(x),
-    "remat": lambda call, one, two, x: sharded(lambda v: jax.checkpoint(call)(v[0]), one)(x),
-    "vmap inside": lambda call, one, two, x: sharded(
-        lambda v: jax.vmap(call)(jnp.stack([v[0], 2 * v[0]]))[0], one
+    "remat": lambda call, one, two, x: summed_by(jax.checkpoint(call), one)(x),
+    "vmap inside": lambda call, one, two, x: summed_by(
+        lambda v: jax.vmap(call)(jnp.stack([v, 2 * v]))[0], one
     )(x),
 }
 
@@ -99,7 +93,7 @@ TRANSFORMED = {
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.quick("ring-vmap over two axes", "ring-vmap inside", "ring-scan")
 def test_transformations_agree_bit_for_bit(name, way, mesh, mesh_2d):
-    x = values(8, *SHAPE)
+    x = normal(8, *SHAPE)
     want = summed(name, mesh)(x)
     within(name, want, x)
     # Rounds add up numbers, and the last bits of batched products and sums may differ.
@@ -113,9 +107,8 @@ def test_transformations_agree_bit_for_bit(name, way, mesh, mesh_2d):
 )
 @pytest.mark.parametrize("name", QUICK_WAYS)
 def test_every_world_size(name, world):
-    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
-    x = values(world, *SHAPE)
-    got = sharded(lambda v: psum(name, v[0])[None], mesh, out=P("data"))(x)
+    x = normal(world, *SHAPE)
+    got = on_ranks(functools.partial(psum, name), ranks(world))(x)
     assert (np.asarray(got) == np.asarray(got)[:1]).all()  # every rank the same bits
     if world == 1:
         np.testing.assert_array_equal(got, x)
@@ -127,9 +120,9 @@ def test_every_world_size(name, world):
 @pytest.mark.parametrize("name", QUICK_WAYS)
 @pytest.mark.quick("scatter_gather-*", "sum_rounds-True", "ring-False", "majority-True")
 def test_groups_reduce_apart(name, check_vma, mesh):
-    groups, x = [[0, 3, 5, 6], [7, 1, 4, 2]], values(8, *SHAPE)
-    call = lambda v: psum(name, v[0], axis_index_groups=groups)[None]  # noqa: E731
-    got = np.asarray(sharded(call, mesh, check_vma=check_vma, out=P("data"))(x))
+    groups, x = [[0, 3, 5, 6], [7, 1, 4, 2]], normal(8, *SHAPE)
+    call = functools.partial(psum, name, axis_index_groups=groups)
+    got = np.asarray(on_ranks(call, mesh, check_vma=check_vma)(x))
     for group in groups:
         assert (got[group] == got[group[0]]).all()
         within(name, got[group[0]], x[group])
@@ -144,8 +137,8 @@ def test_the_derivative_is_that_of_lax(name, mesh):
 @functools.cache
 def derivatives(name, mesh):
     """The gradient and the tangent of a sum, of lax.psum without a name."""
-    x, t = values(8, *SHAPE), values(8, *SHAPE, seed=1)
-    weights = values(*SHAPE, seed=2)
+    x, t = normal(8, *SHAPE), normal(8, *SHAPE, seed=1)
+    weights = normal(*SHAPE, seed=2)
     f = functools.partial(psum, name) if name else lambda v: lax.psum(v, "data")
 
     def both(v, u):
@@ -188,11 +181,11 @@ def test_the_stated_bytes_are_those_of_the_program(name, mesh):
     compressor, how = PAIRS[name]
     if LOSSY[name.rpartition(", ")[0]].stateful:
         compressor = Stateless() if how == "sum_rounds" else Steps()
-    x = values(8, 24, 700)
+    x = normal(8, 24, 700)
     call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v[0], "data", compressor, key=KEY, exchange="xla", reduction=how
+        v, "data", compressor, key=KEY, exchange="xla", reduction=how
     )
-    text = sharded(call, mesh).lower(x).compile().as_text()
+    text = summed_by(call, mesh).lower(x).compile().as_text()
     leaf = CodedLeaf(compressor, (24, 700), np.dtype(np.float32), 0)
     stated = named("test", how).bytes_sent((leaf,), 8)
     assert stated == pytest.approx(sent_in(text, 8), rel=1e-6)
@@ -200,18 +193,15 @@ def test_the_stated_bytes_are_those_of_the_program(name, mesh):
 
 @pytest.mark.parametrize("name", ["ring", "tree of Quantize"])
 def test_partial_sums_travel_as_bytes_between_pairs_alone(name, mesh):
-    text = summed(name, mesh).lower(values(8, *SHAPE)).compile().as_text()
+    text = summed(name, mesh).lower(normal(8, *SHAPE)).compile().as_text()
     assert set(re.findall(r"= (\w+)\[\S* (all-\w+|collective-\w+)\(", text)) == {
         ("u8", "collective-permute")
     }
 
 
 def test_between_two_ranks_a_tree_is_the_sum_of_whole_payloads():
-    mesh, x = Mesh(np.array(jax.devices()[:2]), ("data",)), values(2, *SHAPE)
-    tree, whole = (
-        sharded(lambda v, n=n: psum(f"{n} of Quantize", v[0]), mesh)(x)
-        for n in ("tree", "gather_sum")
-    )
+    x = normal(2, *SHAPE)
+    tree, whole = (summed(f"{n} of Quantize", ranks(2))(x) for n in ("tree", "gather_sum"))
     np.testing.assert_array_equal(tree, whole)
 
 
@@ -226,12 +216,11 @@ def test_partial_sums_of_worlds_that_are_no_power_of_two(name, shape):
 @pytest.mark.parametrize("name", ["ring", "tree"])
 def test_partial_sums_are_rounded_with_noise_of_their_own(name, rounding):
     """If hops or levels shared their noise, their errors would add up."""
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    x, code = values(4, 64, 512), Quantize(4, 512, rounding)
+    x, code = normal(4, 64, 512), Quantize(4, 512, rounding)
     call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v[0], "data", code, key=KEY, exchange="xla", reduction=name
+        v, "data", code, key=KEY, exchange="xla", reduction=name
     )
-    off = np.asarray(sharded(call, mesh)(x)) - np.asarray(x, np.float64).sum(0)
+    off = np.asarray(summed_by(call, ranks(4))(x)) - np.asarray(x, np.float64).sum(0)
     alone = np.asarray(code.approximate(x[0], key=KEY)) - x[0]
     # A sum of k ranks is sqrt(k) times as large, and encoding it loses sqrt(k) times as much.
     squares = {"ring": 1 + 2 + 3 + 4, "tree": 4 * 1 + 2 * 2}[name]
@@ -240,27 +229,26 @@ def test_partial_sums_are_rounded_with_noise_of_their_own(name, rounding):
 
 def test_the_sum_of_whole_payloads_errs_less_than_that_of_chunks():
     """With two ranks the bytes are equal, but values are encoded once instead of 1.5 times."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    x = values(2, 64, 4096)
-    exact = np.asarray(x).sum(0)
+    x = normal(2, 64, 4096)
+    exact = x.sum(0)
     lost = {}
     for how in ("scatter_gather", "gather_sum"):
         call = lambda v, h=how: cgx_jax.psum_compressed(  # noqa: E731
-            v[0], "data", Quantize(4), exchange="xla", reduction=h
+            v, "data", Quantize(4), exchange="xla", reduction=h
         )
-        lost[how] = np.linalg.norm(np.asarray(sharded(call, mesh)(x)) - exact)
+        lost[how] = np.linalg.norm(np.asarray(summed_by(call, ranks(2))(x)) - exact)
     assert lost["gather_sum"] < 0.9 * lost["scatter_gather"]
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
 def test_errors_of_random_rounding_average_out_in_a_sum_of_whole_payloads(rounding, mesh):
     """This also holds if all ranks have the same values; errors of shared noise would not."""
-    x = np.broadcast_to(values(64, 512), (8, 64, 512))
+    x = np.broadcast_to(normal(64, 512), (8, 64, 512))
     code = Quantize(3, 512, rounding)
     call = lambda v: cgx_jax.pmean_compressed(  # noqa: E731
-        v[0], "data", code, key=KEY, exchange="xla", reduction="gather_sum"
+        v, "data", code, key=KEY, exchange="xla", reduction="gather_sum"
     )
-    off = np.linalg.norm(np.asarray(sharded(call, mesh)(x)) - x[0])
+    off = np.linalg.norm(np.asarray(summed_by(call, mesh)(x)) - x[0])
     alone = np.linalg.norm(np.asarray(code.approximate(x[0], key=KEY)) - x[0])
     assert 0.25 < off / alone < 0.45  # 1 / sqrt(8)
 
@@ -270,7 +258,7 @@ def test_the_owner_of_a_vote_weighs_no_more_than_others(mesh):
     x = np.full((8, 8), -1.0, np.float32)
     x[:3] = 1.0
     x[np.arange(8), np.arange(8)] *= 100
-    got = sharded(lambda v: psum("majority", v[0]), mesh)(x)
+    got = summed("majority", mesh)(x)
     np.testing.assert_array_equal(got, np.full(8, -1.0))
 
 
@@ -309,10 +297,10 @@ CALLS = {
 )
 def test_every_call_takes_every_reduction(call, name, mesh):
     policy = Rules((), WAYS[name], exact=())
-    tree = {"a": values(8, *SHAPE), "b": values(8, 7, 9, seed=1)}
+    tree = {"a": normal(8, *SHAPE), "b": normal(8, 7, 9, seed=1)}
     options = {"exchange": "xla", "reduction": how_of(name)}
-    run = lambda t: CALLS[call](jax.tree.map(lambda v: v[0], t), "data", policy, **options)  # noqa: E731
-    got = sharded(run, mesh, check_vma=False)(tree)
+    run = lambda t: CALLS[call](t, "data", policy, **options)  # noqa: E731
+    got = summed_by(run, mesh, check_vma=False)(tree)
     divisor = 8 if call in ("pmean_compressed", "sync_gradients") else 1
     for k, x in tree.items():
         within(name, got[k], x, divisor)
@@ -323,21 +311,20 @@ def test_every_call_takes_every_reduction(call, name, mesh):
     "compressor", [Steps(), Largest(1.0), Vote()], ids=lambda c: type(c).__name__
 )
 def test_halves_take_codes_of_bytes(half, compressor, mesh):
-    x = values(8, 8, 40)
+    x = normal(8, 8, 40)
     ours = functools.partial(getattr(cgx_jax, f"{half}_compressed"), exchange="xla")
     theirs = getattr(lax, half)
-    run = lambda f, *more: sharded(lambda v: f(v[0], "data", *more)[None], mesh, out=P("data"))(x)  # noqa: E731
-    got = run(ours, compressor)
+    got = on_ranks(lambda v: ours(v, "data", compressor), mesh)(x)
     votes = isinstance(compressor, Vote)
-    exact = sharded(lambda v: theirs(v[0], "data")[None], mesh, out=P("data"))
+    exact = on_ranks(lambda v: theirs(v, "data"), mesh)
     want = jnp.sign(exact(jnp.sign(x))) if votes else exact(x)
     np.testing.assert_allclose(got, want, atol=8 / 256)
 
 
 def test_a_half_refuses_a_code_that_is_summed(mesh):
-    f = lambda v: cgx_jax.psum_scatter_compressed(v[0], "data", Stateless())  # noqa: E731
+    f = lambda v: cgx_jax.psum_scatter_compressed(v, "data", Stateless())  # noqa: E731
     with pytest.raises(ValueError, match=r"psum_scatter_compressed: .* sends numbers"):
-        jax.eval_shape(sharded(f, mesh, out=P("data")), values(8, 8, 40))
+        jax.eval_shape(on_ranks(f, mesh), normal(8, 8, 40))
 
 
 class OwnZeros(Stateless):
@@ -349,10 +336,10 @@ class OwnZeros(Stateless):
 
 
 def test_a_total_that_is_not_typed_alike_is_refused_with_the_remedy(mesh):
-    f = lambda v: cgx_jax.psum_compressed(v[0], "data", OwnZeros(), exchange="xla")  # noqa: E731
+    f = lambda v: cgx_jax.psum_compressed(v, "data", OwnZeros(), exchange="xla")  # noqa: E731
     with pytest.raises(ValueError, match=r"psum_compressed: .* over axis 'data'.*zeros_like"):
-        jax.eval_shape(sharded(f, mesh), values(8, *SHAPE))
-    sharded(f, mesh, check_vma=False)(values(8, *SHAPE))
+        jax.eval_shape(summed_by(f, mesh), normal(8, *SHAPE))
+    summed_by(f, mesh, check_vma=False)(normal(8, *SHAPE))
 
 
 class Reversed(GatherSum):
@@ -365,13 +352,13 @@ class Reversed(GatherSum):
 
 
 def test_a_reduction_of_ones_own(mesh):
-    x = values(8, *SHAPE)
+    x = normal(8, *SHAPE)
 
     def call(how, code=Steps()):  # noqa: B008
         f = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-            v[0], "data", code, exchange="xla", reduction=how
+            v, "data", code, exchange="xla", reduction=how
         )
-        return sharded(f, mesh)(x)
+        return summed_by(f, mesh)(x)
 
     np.testing.assert_array_equal(call(Reversed()), call("gather_sum"))
     with pytest.raises(
@@ -433,9 +420,9 @@ WRONG = {
 @pytest.mark.parametrize("call", ["psum_compressed", "pmean_compressed"])
 def test_a_wrong_call_is_refused_under_its_own_name(call, name, mesh):
     options, error, says = WRONG[name]
-    f = lambda v: getattr(cgx_jax, call)(v[0], "data", **options)  # noqa: E731
+    f = lambda v: getattr(cgx_jax, call)(v, "data", **options)  # noqa: E731
     with pytest.raises(error, match=rf"^{call}: .*{says}"):
-        jax.eval_shape(sharded(f, mesh), values(8, 64, 64))
+        jax.eval_shape(summed_by(f, mesh), normal(8, 64, 64))
 
 
 class ChunkedDifference(Difference):
@@ -445,7 +432,7 @@ class ChunkedDifference(Difference):
 def test_state_is_of_whole_leaves_where_chunks_are_encoded(mesh):
     """In the second step each rank sends what has changed in its own leaf since the first."""
     tx = cgx_jax.sync_gradients("data", ChunkedDifference(), exchange="xla")
-    x = np.clip(values(16, 30, 40), -2, 2).reshape(2, 8, 30, 40)
+    x = np.clip(normal(16, 30, 40), -2, 2).reshape(2, 8, 30, 40)
 
     def steps(first, second):
         _, state = tx.update(first[0], tx.init(first[0]))

@@ -5,41 +5,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rules, SecondMoment, resize_state
 from cgx_jax.compressors import DGC, PowerSGD, Signum, TopK
 from cgx_jax.transforms import MomentumCorrection, diloco, local_steps
+from worlds import RANKS, normal, placed, ranks, with_state
 
 SHAPE = (24, 40)
 EXCHANGE = {"exchange": "xla"}
 
 
-def mesh_of(world):
-    return Mesh(np.array(jax.devices()[:world]), ("data",))
-
-
 def sync(world, compressor=None, memory=None, **options):
     policy = Rules((), compressor or Quantize(2), exact=())
-    options |= {"memory": memory, "mesh": mesh_of(world)}
+    options |= {"memory": memory, "mesh": ranks(world)}
     return cgx_jax.sync_gradients("data", policy, **options, **EXCHANGE)
 
 
 def stepper(tx, world, state):
-    specs = cgx_jax.state_specs(state, "data")
-
     def step(grads, state):
         updates, state = tx.update({"w": grads[0]}, state, {"w": jnp.zeros(SHAPE)})
         return updates["w"], state
 
-    split = (P("data"), specs)
-    return jax.jit(jax.shard_map(step, mesh=mesh_of(world), in_specs=split, out_specs=(P(), specs)))
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return jax.jit(with_state(step, ranks(world), state, RANKS))
 
 
 def on_host(tree):
@@ -48,8 +38,7 @@ def on_host(tree):
 
 def resized(state, world):
     """Returns the state resized to `world` ranks and placed on their mesh."""
-    new = resize_state(state, world)
-    return jax.device_put(new, cgx_jax.state_shardings(new, "data", mesh_of(world)))
+    return placed(resize_state(state, world), ranks(world))
 
 
 def owed(state):
@@ -80,9 +69,7 @@ def test_the_update_that_is_owed_stays_when_ranks_leave_and_join(worlds):
 
 
 def local(world):
-    return local_steps(
-        optax.adam(0.1), "data", Quantize(2), every=2, mesh=mesh_of(world), **EXCHANGE
-    )
+    return local_steps(optax.adam(0.1), "data", Quantize(2), every=2, mesh=ranks(world), **EXCHANGE)
 
 
 def trained(worlds, steps, every):
@@ -93,10 +80,9 @@ def trained(worlds, steps, every):
     updates, before, after, state = [], [], [], None
     for phase, world in enumerate(worlds):
         policy = Rules((), Identity(), exact=())
-        tx = diloco(optax.adam(0.1), "data", policy, every=every, mesh=mesh_of(world), **EXCHANGE)
+        tx = diloco(optax.adam(0.1), "data", policy, every=every, mesh=ranks(world), **EXCHANGE)
         if state is None:
-            state = tx.init({"w": jnp.zeros(SHAPE)})
-            state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh_of(world)))
+            state = placed(tx.init({"w": jnp.zeros(SHAPE)}), ranks(world))
         else:
             before.append(state)
             state = resized(state, world)
@@ -178,7 +164,7 @@ def test_orbax_restores_what_another_number_of_ranks_has_saved(tmp_path):
     state = sync(4, memory=ErrorFeedback()).init(params)
     _, state = stepper(sync(4, memory=ErrorFeedback()), 4, state)(normal(4, *SHAPE), state)
     tx = sync(3, memory=ErrorFeedback())
-    whole = NamedSharding(mesh_of(3), P())
+    whole = NamedSharding(ranks(3), P())
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()

@@ -2,26 +2,21 @@
 
 import re
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import cgx_jax
 import optax_steps
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rule, Rules
 from cgx_jax.compressors import DGC, PowerSGD, TopK
 from cgx_jax.policies import Adaptive, Stages, density_warmup
+from worlds import normal, ranks
 
 WORLD = 3
 
 
 def mesh():
-    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return ranks(WORLD)
 
 
 def sync(policy, **options):

@@ -16,6 +16,7 @@ from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rule, Rules, Second
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import Moments
 from cgx_jax.transforms.sync_gradients import SyncState
+from worlds import on_ranks, ranks
 
 pytestmark = pytest.mark.oldest
 
@@ -28,10 +29,6 @@ def gradients(world, steps, seed=0, dtype=np.float32):
         "v": (1e-3 * rng.standard_cauchy(size=(steps, world, 7, 150))).astype(dtype),
         "bias": rng.normal(size=(steps, world, 30)).astype(dtype),
     }
-
-
-def ranks(world):
-    return Mesh(np.array(jax.devices()[:world]), ("data",))
 
 
 def run(tx, grads, world, state=None, check_vma=True):
@@ -92,12 +89,10 @@ def test_feedback_changes_what_is_sent_and_its_absence_does_not():
     np.testing.assert_array_equal(plain["w"][0], fed["w"][0])
     assert (plain["w"][1] != fed["w"][1]).any()
 
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=ranks(2), in_specs=P("data"), out_specs=P())
-    def reduced(grads):
-        own = jax.tree.map(lambda x: x[0], grads)
+    def mean(own):
         return cgx_jax.pmean_compressed(own, "data", everything(Quantize(2)), exchange="xla")
 
+    reduced = on_ranks(mean, ranks(2), out=P())
     for t in range(3):
         expected = reduced(jax.tree.map(lambda x, t=t: x[t], grads))
         np.testing.assert_array_equal(plain["w"][t], expected["w"])

@@ -28,6 +28,7 @@ from cgx_jax.route.route import Options, route
 from cgx_jax.tuning import sweep
 from cgx_jax.tuning.link_timer import LinkTimer
 from profiles import with_crossing
+from worlds import normal, on_ranks, stepper
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
 COLLECTIVE = re.compile(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce)")
@@ -35,14 +36,9 @@ COLLECTIVE = re.compile(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce)")
 
 def compiled(mesh, shape, **options):
     """Returns the dtypes of the collectives in the compiled reduction of f32[shape]."""
-    f = jax.shard_map(
-        lambda x: cgx_jax.pmean_compressed({"w": x[0]}, "data", **options),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P(),
-    )
-    x = jax.ShapeDtypeStruct((8, *shape), np.float32)
-    return {dtype for dtype, _ in COLLECTIVE.findall(jax.jit(f).lower(x).compile().as_text())}
+    f = on_ranks(lambda x: cgx_jax.pmean_compressed(x, "data", **options), mesh, out=P())
+    x = {"w": jax.ShapeDtypeStruct((8, *shape), np.float32)}
+    return {dtype for dtype, _ in COLLECTIVE.findall(f.lower(x).compile().as_text())}
 
 
 def test_compiled_collectives_follow_the_profile(mesh, following):
@@ -68,16 +64,9 @@ def test_rotation_and_noise_are_priced_where_a_reduction_is_traced(mesh, followi
 def test_units_are_priced_where_a_reduction_is_traced(mesh, following, precondition, sent):
     following(with_crossing(codec=Codec(1e-9, 1e-9, 1e-9, 1e-6)))
     tx = cgx_jax.sync_gradients("data", Quantize(4), precondition=precondition, mesh=mesh)
-    params = {"w": np.zeros(LARGE, np.float32)}
-    state = jax.eval_shape(tx.init, params)
-    step = jax.shard_map(
-        lambda g, s: tx.update({"w": g[0]}, s),
-        mesh=mesh,
-        in_specs=(P("data"), cgx_jax.state_specs(state, "data")),
-        out_specs=P(),
-    )
-    x = jax.ShapeDtypeStruct((8, *LARGE), np.float32)
-    text = jax.jit(step).lower(x, state).compile().as_text()
+    state = jax.eval_shape(tx.init, {"w": np.zeros(LARGE, np.float32)})
+    x = {"w": jax.ShapeDtypeStruct((8, *LARGE), np.float32)}
+    text = stepper(tx, mesh, state).lower(x, state).compile().as_text()
     assert {dtype for dtype, _ in COLLECTIVE.findall(text)} == {sent}
 
 
@@ -95,11 +84,7 @@ def test_without_a_profile_a_small_tree_is_the_very_program_of_lax(mesh, name, c
     tree = {"a": jax.ShapeDtypeStruct((8, *SMALL), np.float32)}
 
     def program(reduce):
-        def step(tree):
-            return reduce(jax.tree.map(lambda x: x[0], tree))
-
-        f = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
-        return jax.jit(f).lower(tree).as_text()
+        return on_ranks(reduce, mesh, out=P()).lower(tree).as_text()
 
     key = jax.random.key(0)
     want = program(lambda t: exact(t, "data"))
@@ -126,32 +111,16 @@ def test_without_a_profile_the_size_of_a_buffer_counts_and_not_a_leafs(mesh):
 
 def test_without_a_profile_feedback_of_a_small_tree_keeps_nothing(mesh):
     tx = cgx_jax.sync_gradients("data", Quantize(2), memory=cgx_jax.ErrorFeedback(), mesh=mesh)
-    x = np.random.default_rng(0).normal(size=(8, *SMALL)).astype(np.float32)
+    x = normal(8, *SMALL)
     state = tx.init({"w": x[0]})
-    specs = cgx_jax.state_specs(state, "data")
-    step = jax.jit(
-        jax.shard_map(
-            lambda g, s: tx.update({"w": g[0]}, s),
-            mesh=mesh,
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-        )
-    )
-    mean, state = step(x, state)
+    mean, state = stepper(tx, mesh, state)({"w": x}, state)
     np.testing.assert_allclose(mean["w"], x.mean(0), atol=1e-6)
     assert not any(np.asarray(m).any() for m in jax.tree.leaves(state.memory))
 
 
 def test_functions_compiled_before_are_traced_anew(mesh, following):
-    x = np.random.default_rng(0).normal(size=(8, *LARGE)).astype(np.float32)
-    f = jax.jit(
-        jax.shard_map(
-            lambda v: cgx_jax.psum_compressed(v[0], "data", Quantize(1)),
-            mesh=mesh,
-            in_specs=P("data"),
-            out_specs=P(),
-        )
-    )
+    x = normal(8, *LARGE)
+    f = on_ranks(lambda v: cgx_jax.psum_compressed(v, "data", Quantize(1)), mesh, out=P())
     np.testing.assert_allclose(f(x), x.sum(0), atol=1e-5)
     following(with_crossing())
     assert np.abs(f(x) - x.sum(0)).max() > 0.1

@@ -36,6 +36,7 @@ from tuning_steps import (
     steps_of,
     tuner,
 )
+from worlds import on_ranks
 
 pytestmark = pytest.mark.usefixtures("no_cache")
 
@@ -141,13 +142,8 @@ def test_what_is_reduced_is_what_the_setting_says(monkeypatch):
     training = Training(tuner(), monkeypatch=monkeypatch, costs=costs_of(1.5, 1.8))
 
     def mean(t, **options):
-        f = jax.shard_map(
-            lambda g: cgx_jax.pmean_compressed(jax.tree.map(lambda x: x[0], g), "data", **options),
-            mesh=mesh(),
-            in_specs=P("data"),
-            out_specs=P(),
-        )
-        return jax.tree.map(lambda x: -np.asarray(x), jax.jit(f)(grads(t)))
+        f = lambda own: cgx_jax.pmean_compressed(own, "data", **options)  # noqa: E731
+        return jax.tree.map(lambda x: -np.asarray(x), on_ranks(f, mesh(), out=P())(grads(t)))
 
     training.run(TRIAL_STEPS)
     exact = training.run(1)

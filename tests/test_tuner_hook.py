@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -19,6 +18,7 @@ from cgx_jax.tuning import Setting
 from cgx_jax.tuning.candidates import Asked, candidates
 from cgx_jax.tuning.setting import Offered
 from tuning_steps import steps_take
+from worlds import ranks
 
 WORLD = 2
 CODE = Quantize(4)
@@ -27,7 +27,7 @@ LIKE = {"a": np.zeros((256, 256), np.float32), "b": np.zeros((256, 256), np.floa
 
 
 def mesh():
-    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+    return ranks(WORLD)
 
 
 def batch(seed):

@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import optax_steps
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment
 from cgx_jax.transforms import MomentumCorrection, diloco
+from worlds import ranks
 
 WORLD = 4
 LIKE = {"w": jnp.ones((40, 64)), "bias": jnp.ones(3)}
@@ -28,7 +28,7 @@ def _promotion_as_optax_needs_it():
 
 
 def mesh():
-    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+    return ranks(WORLD)
 
 
 def gradients(steps, seed=0):

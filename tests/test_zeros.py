@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -23,9 +23,10 @@ from cgx_jax.reductions import Levels, shares
 from cgx_jax.reductions.named import REDUCTIONS
 from cgx_jax.transforms import MomentumCorrection
 from optax_steps import run
+from worlds import on_ranks, ranks
 
 RANKS, STEPS = 4, 2
-MESH = Mesh(np.array(jax.devices()[:RANKS]), ("data",))
+MESH = ranks(RANKS)
 
 
 def gradients(dtype, shape=(61, 48)):
@@ -104,9 +105,9 @@ def test_reductions(way, code, shape):
 
     def f(own):
         key = jax.random.key(0)
-        return cgx_jax.psum_compressed(own[0], "data", code, key=key, exchange="xla", **WAYS[way])
+        return cgx_jax.psum_compressed(own, "data", code, key=key, exchange="xla", **WAYS[way])
 
-    total = jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P()))(grads[0])
+    total = on_ranks(f, MESH, out=P())(grads[0])
     if shape == "shares are flat" and way.startswith(("ring", "levels")):
         check("move", [np.asarray(total)], rows, rows)
     else:
@@ -220,11 +221,11 @@ def test_a_scattered_sum_and_a_gathered_array(code, dimension):
     def f(own):
         how = {"tiled": True, "exchange": "xla"}
         part = cgx_jax.psum_scatter_compressed(
-            own[0], "data", code, scatter_dimension=dimension, **how
+            own, "data", code, scatter_dimension=dimension, **how
         )
-        return cgx_jax.all_gather_compressed(part, "data", code, axis=dimension, **how)[None]
+        return cgx_jax.all_gather_compressed(part, "data", code, axis=dimension, **how)
 
-    total = jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data")))(grads[0])
+    total = on_ranks(f, MESH)(grads[0])
     check("rows", np.asarray(total), values, rows)
 
 

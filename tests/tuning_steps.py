@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Quantize, Tuner
@@ -17,6 +15,7 @@ from cgx_jax.reductions import GatherSum, Levels
 from cgx_jax.tuning import Setting
 from cgx_jax.tuning.cache import Key
 from cgx_jax.tuning.setting import Offered
+from worlds import RANKS, first, ranks, with_state
 
 WORLD = 2
 PSUM, SPLIT, WHOLE = Setting(), Setting(Xla()), Setting(Xla(), GatherSum())
@@ -24,7 +23,7 @@ LIKE = {"w": jnp.zeros((64, 64)), "v": jnp.zeros((64, 64)), "bias": jnp.zeros(64
 
 
 def mesh():
-    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+    return ranks(WORLD)
 
 
 def grads(seed=0):
@@ -58,13 +57,7 @@ class Training:
         return self.costs(self.tuner.current, self.steps)
 
     def sharded(self):
-        specs = cgx_jax.state_specs(self.state, "data")
-        return jax.shard_map(
-            lambda g, s: self.tx.update(jax.tree.map(lambda x: x[0], g), s),
-            mesh=mesh(),
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-        )
+        return with_state(lambda g, s: self.tx.update(first(g), s), mesh(), self.state, RANKS)
 
     def run(self, steps):
         for t in range(steps):
