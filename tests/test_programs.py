@@ -161,7 +161,7 @@ def train(program, policy, params):
 def test_explicit_axes_with_tensor_parallelism_and_accumulation():
     mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=(AxisType.Explicit,) * 2)
     # The norms are used element-wise, for which JAX has no rule.
-    policy = Rules([Rule(Identity(), path="norm")], Quantize(8, rotation=True))
+    policy = Rules([Rule(Identity(), path="norm")], Quantize(8))
     with jax.set_mesh(mesh):
         exact, like, before = train(exact_program, policy, explicit_params(AT))
         ours, params, after = train(explicit_program, policy, explicit_params(AT))
@@ -228,7 +228,7 @@ def exact_fsdp(policy):
 def compressed_fsdp(policy):
     def gather(shards):
         how = {"backward": policy, "exchange": "xla"}
-        return cgx_jax.reshard(shards, whole(shards), Quantize(8, rotation=True), **how)
+        return cgx_jax.reshard(shards, whole(shards), Quantize(8), **how)
 
     return fsdp_step(gather)
 
@@ -248,7 +248,7 @@ def fsdp_step(gather):
 def test_fsdp_over_the_only_axis_by_reshard():
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
         exact, like, before = train(exact_fsdp, None, explicit_params(SHARDS))
-        policy = Quantize(6, rotation=True)
+        policy = Quantize(6)
         ours, params, after = train(compressed_fsdp, policy, explicit_params(SHARDS))
     check_losses(ours, exact)
     jax.tree.map(lambda a, b: np.testing.assert_equal(jax.typeof(a), jax.typeof(b)), params, like)

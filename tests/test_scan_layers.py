@@ -23,7 +23,7 @@ EXACT = {"weights": Identity(), "gradients": Identity()}
 
 def layers(count):
     rng = np.random.default_rng(count)
-    draw = lambda *s: jnp.asarray(rng.standard_normal(s) / WIDTH**0.5, jnp.float32)  # noqa: E731
+    draw = lambda *s: np.float32(rng.standard_normal(s) / WIDTH**0.5)  # noqa: E731
     return {"kernel": draw(count, WIDTH, WIDTH), "bias": draw(count, WIDTH)}
 
 
@@ -57,7 +57,7 @@ def whole_loss(x, stack):
     return (x**2).sum()
 
 
-EXAMPLES = jnp.asarray(np.random.default_rng(1).standard_normal((2 * WORLD, WIDTH)), jnp.float32)
+EXAMPLES = np.float32(np.random.default_rng(1).standard_normal((2 * WORLD, WIDTH)))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

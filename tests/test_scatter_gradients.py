@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -15,6 +15,7 @@ from cgx_jax.policies import Stages
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import squares_of
 from hlo import before, entry_of, named
+from worlds import RANKS, first, normal, placed, ranks, stepper
 
 WORLD = 4
 SHAPES = {"bias": (40,), "kernel": (24, 60), "stack": (8, 12, 30)}
@@ -25,7 +26,7 @@ Q3 = Rules((), Quantize(3, 64), exact=())
 
 
 def mesh():
-    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+    return ranks(WORLD)
 
 
 def gradients(steps, scale=None, seed=0):
@@ -39,7 +40,7 @@ def gradients(steps, scale=None, seed=0):
 
 
 def zeros():
-    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    return {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 
 
 def specs_of(cut):
@@ -48,18 +49,8 @@ def specs_of(cut):
 
 def run(tx, grads, state=None, cut=FIRST):
     """Returns every step's whole mean, joined from all ranks' shards, and the states."""
-    state = tx.init(zeros()) if state is None else state
-    # As later steps get it, so that the step is compiled once.
-    state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh()))
-    specs = cgx_jax.state_specs(state, "data")
-    f = jax.jit(
-        jax.shard_map(
-            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
-            mesh=mesh(),
-            in_specs=(P("data"), specs),
-            out_specs=({name: specs_of(cut)[name] for name in grads}, specs),
-        )
-    )
+    state = placed(tx.init(zeros()) if state is None else state, mesh())
+    f = stepper(tx, mesh(), state, out={name: specs_of(cut)[name] for name in grads})
     means, states = [], [state]
     for t in range(len(next(iter(grads.values())))):
         mean, state = f(jax.tree.map(lambda x, t=t: x[t], grads), state)
@@ -94,24 +85,15 @@ def test_exact_shards_make_up_the_mean(given):
 )
 def test_it_is_the_mean_over_any_number_of_ranks(world, check_vma, policy):
     """With all state it can keep, with and without check_vma; 3 ranks are no power of two."""
-    devices = Mesh(np.array(jax.devices()[:world]), ("data",))
+    devices = ranks(world)
     options = {"memory": ErrorFeedback(), "precondition": SecondMoment(), "exchange": "xla"}
     tx = cgx_jax.scatter_gradients("data", policy, mesh=devices, **options)
-    x = np.random.default_rng(world).standard_normal((world, 24, 60)).astype(np.float32)
-    state = tx.init({"w": jnp.zeros(x.shape[1:])})
-    state = jax.device_put(state, cgx_jax.state_shardings(state, "data", devices))
-    specs = cgx_jax.state_specs(state, "data")
-    f = jax.shard_map(
-        lambda g, s: tx.update({"w": g[0]}, s),
-        mesh=devices,
-        in_specs=(P("data"), specs),
-        out_specs=(P("data"), specs),
-        check_vma=check_vma,
-    )
-    step = jax.jit(f)
+    x = normal(world, 24, 60, seed=world)
+    state = placed(tx.init({"w": jnp.zeros(x.shape[1:])}), devices)
+    step = stepper(tx, devices, state, out=RANKS, check_vma=check_vma)
     got = []
     for _ in range(3):
-        mean, state = step(x, state)
+        mean, state = step({"w": x}, state)
         got.append(mean["w"])
     # 255 intervals in a range of less than 8: rounding loses half of one, and feedback as much.
     limit = 1e-6 if world == 1 or policy == Identity() else 2 * 8 / 255
@@ -132,7 +114,7 @@ def test_sums_that_float16_cannot_hold_have_a_mean(options):
 
 def test_what_a_bfloat16_mean_rounds_away_is_kept():
     tx = scatter(Rules((), Quantize(3, 64), exact=()), memory=ErrorFeedback())
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, WORLD, 24, 60)), jnp.bfloat16)
+    x = normal(1, WORLD, 24, 60, dtype=jnp.bfloat16)
     like = {"kernel": jnp.zeros((24, 60), jnp.bfloat16)}
     means, states = run(tx, {"kernel": x}, tx.init(like))
     seen, kept, given = (
@@ -233,15 +215,7 @@ def test_the_moments_are_those_of_the_whole_mean(cut):
 def test_units_cost_one_small_sum_in_the_steps_that_update_them():
     tx = scatter(Q3, precondition=SecondMoment())
     state = tx.init(zeros())
-    specs = cgx_jax.state_specs(state, "data")
-    f = jax.shard_map(
-        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
-        mesh=mesh(),
-        in_specs=(P("data"), specs),
-        out_specs=(P("data"), specs),
-    )
-    one = jax.tree.map(lambda x: x[0], gradients(1))
-    lowered = jax.jit(f).lower(one, state)
+    lowered = stepper(tx, mesh(), state, out=RANKS).lower(first(gradients(1)), state)
     hlo = lowered.as_text("hlo")
     sums = [line for line in hlo.splitlines() if " all-reduce(" in line]
     # A leaf's rows and columns: its last dimension has the columns; a vector has one row.
@@ -299,7 +273,7 @@ def test_momentum_on_shards_is_momentum_on_the_whole():
     """With exact shards in a chain, the optimizer's state is split like the parameters."""
     tx = optax.chain(scatter(Identity()), optax.sgd(0.1, momentum=0.9))
     whole = optax.sgd(0.1, momentum=0.9)
-    grads, params = gradients(3), {n: jnp.ones(s) for n, s in SHAPES.items()}
+    grads, params = gradients(3), {n: np.ones(s, np.float32) for n, s in SHAPES.items()}
     state, exact = tx.init(params), whole.init(params)
     place = lambda x: P("data") if jnp.ndim(x) else P()  # noqa: E731
     specs = jax.tree.map(place, state)
@@ -339,7 +313,7 @@ def test_what_cannot_work_is_refused(make, message):
 @pytest.mark.parametrize("options", [{"memory": ErrorFeedback()}, {"precondition": SecondMoment()}])
 def test_a_state_made_of_shards_for_whole_leaves_is_refused(options):
     tx = scatter(Q3, **options)
-    shards = {name: jnp.zeros((s[0] // WORLD, *s[1:])) for name, s in SHAPES.items()}
+    shards = {n: np.zeros((s[0] // WORLD, *s[1:]), np.float32) for n, s in SHAPES.items()}
     with pytest.raises(
         ValueError, match=r"^scatter_gradients: the state .*made for .*shape.* Give "
     ):
@@ -367,11 +341,7 @@ def test_dimensions_that_do_not_fit_are_refused(dimensions, error, message):
 def test_a_tree_without_leaves_comes_back():
     tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment())
     state = tx.init({})
-    specs = cgx_jax.state_specs(state, "data")
-    f = jax.shard_map(
-        lambda s: tx.update({}, s)[1], mesh=mesh(), in_specs=(specs,), out_specs=specs
-    )
-    assert jax.jit(f)(state).step == 1
+    assert stepper(tx, mesh(), state)({}, state)[1].step == 1
 
 
 def test_a_wrapper_that_skips_on_one_rank_is_refused():

@@ -19,6 +19,7 @@ from cgx_jax import ErrorFeedback, Plan, Quantize, Rules, SecondMoment, resize_s
 from cgx_jax.compressors import Identity, PowerSGD, Signum, Threshold
 from cgx_jax.policies import Adaptive
 from cgx_jax.transforms import MomentumCorrection, local_params, local_steps, scatter_gradients
+from worlds import RANKS, on_ranks, with_state
 
 WORLD = 8
 
@@ -54,22 +55,14 @@ KINDS = {
 
 def zeros(shapes, dtype=jnp.float32):
     is_shape = lambda x: type(x) is tuple and all(isinstance(n, int) for n in x)  # noqa: E731
-    return jax.tree.map(lambda s: jnp.zeros(s, dtype), shapes, is_leaf=is_shape)
+    return jax.tree.map(lambda s: np.zeros(s, jnp.dtype(dtype)), shapes, is_leaf=is_shape)
 
 
 def stepper(tx, mesh, state):
     """A step in which all ranks have the same gradients."""
-    specs = cgx_jax.state_specs(state, "data")
-    sharded = "scatter" in tx.update.__module__
-    return jax.jit(
-        jax.shard_map(
-            lambda g, s: tx.update(g, s, g),
-            mesh=mesh,
-            in_specs=(P(), specs),
-            out_specs=(P("data" if sharded else None), specs),
-            check_vma=False,
-        )
-    )
+    out = RANKS if "scatter" in tx.update.__module__ else P()
+    step = lambda g, s: tx.update(g, s, g)  # noqa: E731
+    return jax.jit(with_state(step, mesh, state, P(), out=out, check_vma=False))
 
 
 class First(NamedTuple):
@@ -105,7 +98,7 @@ def test_gradients_of_leaves_that_the_state_was_not_made_for_are_refused(kind, o
     if kind == "shared codes" and other == "of other shapes":
         pytest.skip("PowerSGD keeps the right factor, which may start from any matrix of its shape")
     tx = KINDS[kind](mesh)
-    state = tx.init(zeros(made_for))
+    state = jax.eval_shape(tx.init, zeros(made_for))
     name = {"s": "scatter_gradients", "l": "local_steps"}.get(kind[0] if "'" in kind else "", "")
     name = "local_steps" if kind == "local" else name or "sync_gradients"
     with pytest.raises(ValueError, match=rf"^{name}: the state ") as error:
@@ -120,7 +113,7 @@ def test_gradients_of_leaves_that_the_state_was_not_made_for_are_refused(kind, o
 def test_other_containers_with_the_same_paths_are_the_same_leaves(kind, mesh):
     tx = KINDS[kind](mesh)
     params = FrozenDict(zeros({"a": {"w": SQUARE}}))
-    state = tx.init({"a": params["a"], "n": None})
+    state = jax.eval_shape(tx.init, {"a": params["a"], "n": None})
     got, after = jax.eval_shape(stepper(tx, mesh, state), params, state)
     assert jax.tree.structure(got) == jax.tree.structure(params)
     assert jax.tree.structure(after) == jax.tree.structure(state)
@@ -140,7 +133,7 @@ def test_a_state_that_is_not_split_over_the_ranks_is_refused(kind, mesh):
     tx, params = KINDS[kind](mesh), zeros({"w": SQUARE})
     f = jax.shard_map(tx.update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with pytest.raises(ValueError, match=r"^\w+: the memory has 8 rows here, .*state_specs"):
-        jax.eval_shape(f, params, tx.init(params))
+        jax.eval_shape(f, params, jax.eval_shape(tx.init, params))
 
 
 def test_a_plan_of_other_leaves_is_refused_by_init(mesh):
@@ -427,13 +420,13 @@ def test_a_step_keeps_the_dtypes_of_the_state_and_of_the_gradients(kind, pair, m
     if "f64" in pair:
         request.getfixturevalue("x64")
     tx = (KINDS | SCHEDULED)[kind](mesh, *([optax.scale(-0.1)] if kind == "local" else []))
-    others = {"int": jnp.ones((8, 8), jnp.int32), "short": jnp.ones(8, jnp.int8)}
-    others["flag"] = jnp.ones(8, jnp.bool_)
+    others = {"int": np.ones((8, 8), np.int32), "short": np.ones(8, np.int8)}
+    others["flag"] = np.ones(8, np.bool_)
     if kind == "local":  # Optax scales no integers
         others = {}
     params = zeros({"w": (64, 64), "b": (64,)}, parameters) | others
     grads = zeros({"w": (64, 64), "b": (64,)}, gradients) | others
-    state = tx.init(params)
+    state = jax.eval_shape(tx.init, params)
     specs = cgx_jax.state_specs(state, "data")
 
     def steps(grads, state):
@@ -471,7 +464,7 @@ def test_what_a_narrow_gradient_cannot_carry_waits_in_a_wider_memory(mesh):
 
 def test_a_memory_of_integers_for_gradients_of_floats_is_refused(mesh):
     tx = sync(mesh, memory=ErrorFeedback())
-    state = tx.init(zeros({"w": SQUARE}, jnp.int32))
+    state = jax.eval_shape(tx.init, zeros({"w": SQUARE}, jnp.int32))
     with pytest.raises(ValueError, match=r"^sync_gradients: the memory of leaf 'w' is int32, but"):
         jax.eval_shape(stepper(tx, mesh, state), zeros({"w": SQUARE}), state)
 
@@ -479,15 +472,9 @@ def test_a_memory_of_integers_for_gradients_of_floats_is_refused(mesh):
 @pytest.mark.parametrize("make", [sync, scatter])
 def test_means_of_integers_and_bools_are_the_nearest(make, mesh):
     tx = make(mesh)
-    f = jax.shard_map(
-        lambda g: tx.update(jax.tree.map(lambda x: x[0], g), tx.init({}))[0],
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-        check_vma=False,
-    )
+    f = on_ranks(lambda g: tx.update(g, tx.init({}))[0], mesh, check_vma=False)
     counts = np.repeat(np.array([-3] * 7 + [4], np.int8)[:, None], WORLD, axis=1)
-    got = jax.jit(f)({"n": counts, "b": np.repeat((np.arange(8) > 1)[:, None], WORLD, axis=1)})
+    got = f({"n": counts, "b": np.repeat((np.arange(8) > 1)[:, None], WORLD, axis=1)})
     assert {k: x.dtype for k, x in got.items()} == {"n": jnp.int8, "b": jnp.bool_}
     assert set(np.ravel(got["n"]).tolist()) == {-2}
     assert got["b"].all()

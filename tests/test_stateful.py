@@ -13,6 +13,7 @@ import cgx_jax
 from cgx_jax import Plan, Quantize, Rules, transforms
 from cgx_jax.compressors import PayloadCompressor
 from toys import Difference, RankOne
+from worlds import normal, on_ranks, stepper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +73,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_compressor_with_state_is_refused_while_tracing_by(name, mesh):
-    call = lambda t: CALLS[name](jax.tree.map(lambda x: x[0], t))  # noqa: E731
-    f = jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    f = on_ranks(CALLS[name], mesh, check_vma=False)
     pattern = f"^{name}: {re.escape(str(DELTA))} of leaf 'a/kernel' has state, .*sync_gradients"
     with pytest.raises(ValueError, match=pattern):
         jax.eval_shape(f, TREE)
@@ -84,23 +84,6 @@ def test_a_compressor_with_state_is_refused_by_value_and_grad(mesh):
     f = cgx_jax.value_and_grad(loss, "data", DELTA, mesh=mesh)
     with pytest.raises(ValueError, match=r"value_and_grad: .* has state between steps; .*f\.init"):
         jax.eval_shape(f, LOCAL, jnp.ones((8, 64)))
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def stepper(tx, mesh, state, *, check_vma=True):
-    specs = cgx_jax.state_specs(state, "data")
-    return jax.jit(
-        jax.shard_map(
-            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
-            mesh=mesh,
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-            check_vma=check_vma,
-        )
-    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -177,7 +160,6 @@ def test_state_works_under_pmap_and_in_value_and_grad(compressor, mesh):
 
 
 def test_the_state_of_other_compressors_is_refused(mesh):
-    grads = jax.tree.map(lambda x: x[0], TREE)
     stateful, other = (
         cgx_jax.sync_gradients("data", c, mesh=mesh, exchange="xla") for c in (DELTA, Quantize(4))
     )
@@ -187,7 +169,6 @@ def test_the_state_of_other_compressors_is_refused(mesh):
     ):
         with pytest.raises(ValueError, match=rf"^sync_gradients: .*{says}.*other options"):
             jax.eval_shape(stepper(tx, mesh, state), TREE, state)
-    assert grads
 
 
 def test_a_plan_of_local_shapes_is_taken_by_an_init_of_global_ones():
@@ -211,14 +192,11 @@ def test_a_state_that_is_said_to_be_shared_and_is_not_is_refused(mesh):
 def test_payloads_that_are_no_whole_bytes_are_filled_up(mesh):
     rng = np.random.default_rng(0)
     # One leaf's runs for 8 ranks have 126 values, 378 bits; the other's have 375 values.
-    x = [
-        jnp.asarray(rng.integers(-1, 2, (8, n)), t)
-        for n, t in ((1003, "float32"), (3000, "bfloat16"))
-    ]
+    sizes = (1003, np.float32), (3000, jnp.bfloat16)
+    x = [rng.integers(-1, 2, (8, n)).astype(dtype) for n, dtype in sizes]
     policy = Rules([], ThreeBits(), exact=())
     reduce = lambda v: cgx_jax.pmean_compressed(v, "data", policy, exchange="xla")  # noqa: E731
-    f = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P())
-    for got, v in zip(jax.jit(f)(x), x, strict=True):
+    for got, v in zip(on_ranks(reduce, mesh, out=P())(x), x, strict=True):
         want = np.asarray(v, np.float32).mean(0)
-        assert np.abs(np.asarray(got[0], np.float32) - want).max() <= 0.5
+        assert np.abs(np.asarray(got, np.float32) - want).max() <= 0.5
         assert ThreeBits().payload_bytes(v[0].size) == -(-3 * v[0].size // 8)

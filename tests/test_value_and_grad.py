@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import ErrorFeedback, Quantize
 from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, params_and_batch, vag
+from worlds import drawn
 
 pytestmark = pytest.mark.oldest
 
@@ -42,7 +43,7 @@ def test_value_and_grad_of_a_bare_tree(jit):
 
 def test_value_and_grad_of_linen_parameters():
     _, x, y = params_and_batch()
-    model = nn.Dense(32)
+    model = nn.Dense(32, kernel_init=drawn)
     params = model.init(jax.random.key(0), x)
     loss = lambda p, x, y: jnp.mean((model.apply(p, x) - y) ** 2)  # noqa: E731
     f = jax.jit(cgx_jax.value_and_grad(loss, "data", Q8, mesh=auto_mesh(), exchange="xla"))
@@ -52,8 +53,7 @@ def test_value_and_grad_of_linen_parameters():
 class Net(nnx.Module):
     def __init__(self, rngs, model_axis=None, axis_name="data"):
         def init(*names):
-            plain = nnx.initializers.lecun_normal()
-            return nnx.with_partitioning(plain, names) if model_axis else plain
+            return nnx.with_partitioning(drawn, names) if model_axis else drawn
 
         self.a = nnx.Linear(32, 64, rngs=rngs, kernel_init=init(None, model_axis))
         self.norm = nnx.BatchNorm(64, axis_name=axis_name, rngs=rngs)
@@ -123,10 +123,9 @@ def test_data_and_model_mesh_keeps_model_shards_sharded():
             model = Net(nnx.Rngs(0), "model")
             state = nnx.state(model)
             nnx.update(model, lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
-            return model
+            return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
-        model = create()
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        model, optimizer = create()
         step_grads = cgx_jax.value_and_grad(net_loss, "data", Q8, mesh=mesh, exchange="xla")
 
         @nnx.jit
@@ -482,7 +481,7 @@ def test_a_line_that_a_refusal_offers_is_right(case):
 def test_equinox_modules_are_differentiated_by_their_arrays(case, jit):
     eqx = pytest.importorskip("equinox")
     _, x, y, _ = case
-    model = eqx.nn.MLP(32, 32, 64, 1, jax.nn.gelu, key=jax.random.key(0))
+    model = eqx.nn.MLP(32, 32, 32, 1, jax.nn.gelu, key=jax.random.key(0))
 
     def loss(model, x, y):
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)

@@ -24,6 +24,11 @@ def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
 
 
+def drawn(key, shape, dtype=jnp.float32, **_):
+    """An initializer of kernels for Flax that compiles nothing."""
+    return jnp.asarray(normal(*shape) / shape[0] ** 0.5, dtype)
+
+
 def on_ranks(f, mesh, *, out=None, check_vma=True):
     """Returns f of the rows of every rank, compiled.
 
