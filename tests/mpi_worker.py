@@ -41,6 +41,7 @@ from cgx_jax.transforms import diloco
 from cgx_jax.tuning import Setting
 from reducing import pmean_with_residual
 from toys import Largest, Steps
+from worlds import RANKS, first, placed, with_state
 
 RANK, WORLD = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 jax.config.update("jax_platforms", "cpu")
@@ -476,31 +477,12 @@ def started():
         for n in range(7)
     ]
 
-    def trained(exchange, reduction, memory, fragments):
-        tx = diloco(
-            optax.sgd(0.1),
-            "data",
-            Quantize(4, rotation=True, rounding="stochastic"),
-            every=4,
-            delay=2,
-            fragments=fragments,
-            memory=memory,
-            precondition=SecondMoment(),
-            exchange=exchange,
-            reduction=reduction,
-            mesh=mesh,
-        )
-        state = jax.jit(tx.init)(like)
-        state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
-        specs = cgx_jax.state_specs(state, "data")
-        step = jax.jit(
-            jax.shard_map(
-                lambda g, s: tx.update(jax.tree.map(lambda v: v[0], g), s, like),
-                mesh=mesh,
-                in_specs=(P("data"), specs),
-                out_specs=(P(), specs),
-            )
-        )
+    def trained(exchange, code, **how):
+        options = {"every": 4, "delay": 2, "mesh": mesh, "exchange": exchange} | how
+        tx = diloco(optax.sgd(0.1), "data", code, **options)
+        state = placed(jax.jit(tx.init)(like), mesh)
+        step = lambda g, s: tx.update(first(g), s, like)  # noqa: E731
+        step = jax.jit(with_state(step, mesh, state, RANKS))
         for again in (False, True):
             out, now = [], state
             for x in xs:
@@ -514,8 +496,12 @@ def started():
             rest = now._replace(fragments=[f._replace(ticket=()) for f in now.fragments])
             yield jax.tree.map(own, (out, rest))
 
-    for how in (("scatter_gather", ErrorFeedback(), 2), ("gather_sum", None, 1)):
-        want, *more = (x for e in ("xla", "mpi") for x in trained(e, *how))
+    whole = {"memory": ErrorFeedback(), "precondition": SecondMoment()}
+    for code, how in (
+        (Quantize(4, rotation=True, rounding="stochastic"), whole),
+        (Quantize(4, rounding="stochastic"), {"reduction": "gather_sum", "fragments": 2}),
+    ):
+        want, *more = (x for e in ("xla", "mpi") for x in trained(e, code, **how))
         for got in more:
             jax.tree.map(np.testing.assert_array_equal, got, want)
 
