@@ -14,6 +14,7 @@ from adaptive_training import LIKE, SCALE, Training, gradients, mesh
 from cgx_jax import Adaptive, ErrorFeedback, Quantize
 from cgx_jax.policies import Accordion, Problem, Uniform
 from cgx_jax.policies.decide import Refresh, last_norm
+from worlds import on_ranks
 
 FEW, MANY = Quantize(2, 64), Quantize(8, 64)
 
@@ -59,13 +60,7 @@ def test_bits_follow_the_change_of_the_norm_and_two_plans_are_compiled_once_each
         tx = optax.chain(
             cgx_jax.sync_gradients("data", compressor, mesh=mesh(), exchange="xla"), optax.sgd(1.0)
         )
-        step = jax.shard_map(
-            lambda g: tx.update(jax.tree.map(lambda x: x[0], g), tx.init(LIKE))[0],
-            mesh=mesh(),
-            in_specs=P("data"),
-            out_specs=P(),
-        )
-        return jax.jit(step)
+        return on_ranks(lambda g: tx.update(g, tx.init(LIKE))[0], mesh(), out=P())
 
     plans = {FEW.bits: fixed(FEW), MANY.bits: fixed(MANY)}
     for t, mean in enumerate(mean for period in got for mean in period):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -20,6 +20,7 @@ from cgx_jax.compressors import DGC
 from cgx_jax.exchanges import base
 from cgx_jax.kernels.primitives import Sent
 from cgx_jax.reductions import ScatterGather
+from worlds import RANKS, first, normal, on_ranks, ranks
 
 pytestmark = pytest.mark.oldest
 
@@ -29,34 +30,28 @@ STOCHASTIC = Quantize(8, rounding="stochastic")
 KEY = jax.random.key(7)
 
 
-def values(*shape, seed=0, dtype=np.float32):
-    return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
-
-
 @pytest.fixture(scope="module")
 def tree():
     return {
-        "kernel": values(WORLD, 33, 70),
-        "wide": values(WORLD, 5, 1000, seed=1),
-        "bias": values(WORLD, 70, seed=2),
-        "scale": values(WORLD, seed=3),
+        "kernel": normal(WORLD, 33, 70),
+        "wide": normal(WORLD, 5, 1000, seed=1),
+        "bias": normal(WORLD, 70, seed=2),
+        "scale": normal(WORLD, seed=3),
     }
-
-
-def first(tree):
-    return jax.tree.map(lambda x: x[0], tree)
 
 
 @pytest.fixture(scope="module")
 def tolerance(tree):
     """The sum's stated bound: every peer's error, plus the owner's second encoding."""
 
-    def one(x):
-        peers = sum(np.asarray(Q8.error_bound(v)) for v in x)
-        span = np.abs(x.sum(0)).max() + peers.max()
-        return peers + np.asarray(Q8.error_bound(np.float32([-span, span]))).max() + 1e-5
+    bounds = jax.jit(lambda t: jax.tree.map(jax.vmap(Q8.error_bound), t))
 
-    return jax.tree.map(one, tree)
+    def one(x, bound):
+        peers = np.asarray(bound).sum(0)
+        span = np.abs(x.sum(0)).max() + peers.max()
+        return peers + np.asarray(bounds(np.float32([[-span, span]]))).max() + 1e-5
+
+    return jax.tree.map(one, tree, bounds(tree))
 
 
 def mesh_of(kind):
@@ -79,9 +74,6 @@ def run_shard_map(f, tree, *, kind="auto", jit=True, check_vma=True):
     if kind == "explicit":
         tree = jax.device_put(tree, NamedSharding(mesh, spec))
     return (jax.jit(g) if jit else g)(tree)
-
-
-RANKS = P("data")
 
 
 def mapped(f, *, out=RANKS, check_vma=True):
@@ -157,20 +149,13 @@ SLOW = pytest.mark.slow
 def test_ranks_hold_the_same_bits_within_the_bound(name, world):
     compressor = CHUNKED[name]
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
-    leaves = [values(world, *s, seed=i, dtype=dtypes[i % 3]) for i, s in enumerate(SHAPES)]
-    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
-    like = [x[0] for x in leaves]
-    plan = Plan.build(like, Rules((), compressor, exact=()))
-    f = jax.shard_map(
-        lambda t: jax.tree.map(
-            lambda x: x[None],
-            cgx_jax.psum_compressed(first(t), "data", plan, key=KEY, exchange="xla"),
-        ),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-    )
-    for got, x in zip(jax.jit(f)(leaves), leaves, strict=True):
+    leaves = [normal(world, *s, seed=i, dtype=dtypes[i % 3]) for i, s in enumerate(SHAPES)]
+    plan = Plan.build(first(leaves), Rules((), compressor, exact=()))
+    call = lambda t: cgx_jax.psum_compressed(t, "data", plan, key=KEY, exchange="xla")  # noqa: E731
+    results = on_ranks(call, ranks(world))(leaves)
+    bound_of = jax.jit(lambda xs: [ScatterGather().error_bound(compressor, x) for x in xs])
+    bounds = bound_of([x.astype(np.float32) for x in leaves])
+    for got, x, bound in zip(results, leaves, bounds, strict=True):
         every = np.asarray(got)
         assert every.dtype == x.dtype
         for r in range(world):
@@ -178,10 +163,8 @@ def test_ranks_hold_the_same_bits_within_the_bound(name, world):
         if world == 1:
             np.testing.assert_array_equal(every[0], x[0])
             continue
-        bound_of = jax.jit(functools.partial(ScatterGather().error_bound, compressor))
-        bound = np.asarray(bound_of(x.astype(jnp.float32)))
         rounding = 2.0**-6 if x.dtype == jnp.bfloat16 else 2.0**-9
-        bound = bound + np.abs(np.asarray(x, np.float32)).sum(0) * rounding + 1e-5
+        bound = np.asarray(bound) + np.abs(np.asarray(x, np.float32)).sum(0) * rounding + 1e-5
         error = np.abs(every[0].astype(np.float64) - np.asarray(x, np.float64).sum(0))
         assert (error <= bound).all(), (x.shape, x.dtype, (error / bound).max())
 
@@ -212,8 +195,8 @@ def test_means_of_float16_are_finite_on_every_path(call, check_vma):
     """The tree has an exact vector, an exact matrix and a compressed matrix."""
     tree = {k: np.full((WORLD, *s), 4e4, np.float16) for k, s in
             {"bias": (64,), "norm": (64, 64), "kernel": (64, 64)}.items()}  # fmt: skip
-    f = lambda t: jax.tree.map(lambda x: x[None], HALVES[call](first(t)))  # noqa: E731
-    for k, got in mapped(f, check_vma=check_vma)(tree).items():
+    f = on_ranks(HALVES[call], mesh_of("auto"), check_vma=check_vma)
+    for k, got in f(tree).items():
         assert got.dtype == np.float16
         np.testing.assert_allclose(np.float32(got), np.float32(tree[k]), rtol=1e-3, err_msg=k)
 
@@ -307,7 +290,7 @@ def test_scalars_beside_arrays_are_taken_by_the_hook_and_by_sync_gradients():
 
 def test_integers_go_exact_beside_compressed_leaves():
     numbers = np.arange(WORLD * 2000, dtype=np.int32).reshape(WORLD, 40, 50)
-    tree = {"w": values(WORLD, 40, 50), "n": numbers}
+    tree = {"w": normal(WORLD, 40, 50), "n": numbers}
     got = run_shard_map(psum, tree)
     np.testing.assert_array_equal(got["n"], tree["n"].sum(0))
 
@@ -320,7 +303,7 @@ def loss(w, x):
     "wrap", [jax.pmap, lambda f, **how: jax.jit(jax.vmap(f, **how))], ids=["pmap", "vmap"]
 )
 def test_gradient_and_tangent_are_those_of_lax_psum(wrap):
-    w, x = values(20, 30), values(WORLD, 20, 30, seed=1)
+    w, x = normal(20, 30), normal(WORLD, 20, 30, seed=1)
 
     def grads(reduce):
         def f(w, x):
@@ -335,7 +318,7 @@ def test_gradient_and_tangent_are_those_of_lax_psum(wrap):
 
 
 def test_gradient_through_shard_map_is_exact():
-    w, x = values(20, 30), values(WORLD, 20, 30, seed=1)
+    w, x = normal(20, 30), normal(WORLD, 20, 30, seed=1)
 
     def total(reduce):
         f = lambda w, x: reduce(loss(w, x[0]))  # noqa: E731
@@ -355,7 +338,7 @@ def test_false_claim_of_replication_is_refused(tree):
 
 
 def test_only_small_bytes_are_on_the_wire():
-    x = values(WORLD, 64, 1024)
+    x = normal(WORLD, 64, 1024)
     f = mapped(lambda v: psum({"w": v[0]}, compressor=Quantize(4)), out=P())
     text = f.lower(x).compile().as_text()
     found = re.findall(
@@ -384,7 +367,7 @@ def test_non_finite_values_reach_every_rank_as_nan():
     "-1-True-Cast*",
 )
 def test_scatter_and_gather_match_their_namesakes(compressor, tiled, dimension):
-    x = values(WORLD, 16, 16, 16) if tiled else values(WORLD, 8, 8, 8)
+    x = normal(WORLD, 16, 16, 16) if tiled else normal(WORLD, 8, 8, 8)
     options = {"tiled": tiled, "key": KEY if compressor.needs_key else None, "exchange": "xla"}
     pairs = [
         (
@@ -408,7 +391,7 @@ def test_scatter_and_gather_match_their_namesakes(compressor, tiled, dimension):
 
 
 def in_shard_map(f):
-    return mapped(lambda v: f(v[0])[None])
+    return on_ranks(f, mesh_of("auto"))
 
 
 def in_vmap(f, axis):
@@ -417,7 +400,7 @@ def in_vmap(f, axis):
 
 def test_gathered_shards_are_the_same_bits_on_every_rank():
     gather = lambda v: cgx_jax.all_gather_compressed(v, "data", Quantize(4), exchange="xla")  # noqa: E731
-    got = in_shard_map(gather)(values(WORLD, 9, 77))
+    got = in_shard_map(gather)(normal(WORLD, 9, 77))
     for rank in np.asarray(got):
         assert rank.tobytes() == np.asarray(got)[0].tobytes()
 
@@ -425,7 +408,7 @@ def test_gathered_shards_are_the_same_bits_on_every_rank():
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.quick("False")
 def test_gradient_of_scatter_and_gather_is_that_of_their_namesakes(tiled):
-    x = values(WORLD, 8, 6)
+    x = normal(WORLD, 8, 6)
     pairs = [
         (cgx_jax.psum_scatter_compressed, lax.psum_scatter),
         (cgx_jax.all_gather_compressed, lax.all_gather),
@@ -444,7 +427,7 @@ def test_gradient_of_scatter_and_gather_is_that_of_their_namesakes(tiled):
 
 
 def test_same_key_same_bytes_and_another_key_others():
-    x = values(WORLD, 40, 60)
+    x = normal(WORLD, 40, 60)
     f = lambda v, key: psum(v[0], compressor=STOCHASTIC, key=key)  # noqa: E731
     f = jax.shard_map(f, mesh=mesh_of("auto"), in_specs=(RANKS, P()), out_specs=P())
     one, again, other = (np.asarray(jax.jit(f)(x, k)) for k in (KEY, KEY, jax.random.key(8)))
@@ -452,154 +435,150 @@ def test_same_key_same_bytes_and_another_key_others():
     assert (one != other).any()
 
 
-def shard(f, x):
-    """Traces `f`, as all wrong calls are refused in tracing."""
-    return jax.eval_shape(mapped(lambda v: f(v[0]), out=P()), x)
-
-
 X = np.ones((WORLD, 4, 512), np.float32)
 BAD = {
-    "bits 0": (ValueError, r"bits=0 .*1\.\.8.*Identity", lambda: Quantize(0)),
-    "bits 9": (ValueError, r"bits=9 .*1\.\.8", lambda: Quantize(9)),
-    "bits 2.5": (TypeError, r"bits=2\.5", lambda: Quantize(2.5)),
-    "bucket 100": (ValueError, "bucket_size=100.*32.*128", lambda: Quantize(4, 100)),
-    "bucket 2**40": (ValueError, "bucket_size=1099511627776 is above", lambda: Quantize(4, 2**40)),
-    "bucket 0": (ValueError, "bucket_size=0.*32", lambda: Quantize(4, 0)),
-    "rounding": (ValueError, "rounding='up'.*nearest", lambda: Quantize(4, rounding="up")),
-    "cast": (ValueError, "int8", lambda: Cast(np.int8)),
-    "unknown axis": (
+    "bits 0": (ValueError, r"bits=0 .*1\.\.8.*Identity", lambda v: Quantize(0)),
+    "bits 9": (ValueError, r"bits=9 .*1\.\.8", lambda v: Quantize(9)),
+    "bits 2.5": (TypeError, r"bits=2\.5", lambda v: Quantize(2.5)),
+    "bucket 100": (ValueError, "bucket_size=100.*32.*128", lambda v: Quantize(4, 100)),
+    "bucket 2**40": (
         ValueError,
-        "'nodata' is not bound.*data",
-        lambda: shard(lambda v: psum(v, "nodata"), X),
+        "bucket_size=1099511627776 is above",
+        lambda v: Quantize(4, 2**40),
     ),
+    "bucket 0": (ValueError, "bucket_size=0.*32", lambda v: Quantize(4, 0)),
+    "rounding": (ValueError, "rounding='up'.*nearest", lambda v: Quantize(4, rounding="up")),
+    "cast": (ValueError, "int8", lambda v: Cast(np.int8)),
+    "unknown axis": (ValueError, "'nodata' is not bound.*data", lambda v: psum(v, "nodata")),
     "arguments swapped": (
         TypeError,
         "axis_name is an array; the first argument is what is reduced",
-        lambda: shard(lambda v: cgx_jax.psum_compressed("data", v), X),
+        lambda v: cgx_jax.psum_compressed("data", v),
     ),
-    "no axis at all": (ValueError, "'data' is not bound", lambda: psum(jnp.ones((3, 4)))),
-    "exchange": (
-        ValueError,
-        "exchange='pigeon'.*xla",
-        lambda: shard(lambda v: psum(v, exchange="pigeon"), X),
-    ),
-    "no key": (
-        ValueError,
-        "key is None.*jax.random.key",
-        lambda: shard(lambda v: psum(v, compressor=STOCHASTIC), X),
-    ),
+    "exchange": (ValueError, "exchange='pigeon'.*xla", lambda v: psum(v, exchange="pigeon")),
+    "no key": (ValueError, "key is None.*jax.random.key", lambda v: psum(v, compressor=STOCHASTIC)),
     "a key that is none": (
         TypeError,
         "key=3 is no key",
-        lambda: shard(lambda v: psum(v, compressor=STOCHASTIC, key=3), X),
+        lambda v: psum(v, compressor=STOCHASTIC, key=3),
     ),
     "a key that is none, of a hook": (
         TypeError,
         "reduce_in_backward: key=3 is no key",
-        lambda: shard(lambda v: cgx_jax.reduce_in_backward(v, "data", key=3), X),
+        lambda v: cgx_jax.reduce_in_backward(v, "data", key=3),
     ),
     "a key that is none, of layers": (
         TypeError,
         "scan_layers: key=3 is no key",
-        lambda: shard(lambda v: cgx_jax.scan_layers(lambda x, w: x, v, v, "data", key=3), X),
+        lambda v: cgx_jax.scan_layers(lambda x, w: x, v, v, "data", key=3),
     ),
     "a leaf that is no array": (
         TypeError,
         "leaf 'act' is 'gelu', which is no array; take it out",
-        lambda: shard(lambda v: psum({"w": v, "act": "gelu"}), X),
+        lambda v: psum({"w": v, "act": "gelu"}),
     ),
     "the gradient of an integer": (
         TypeError,
         r"leaf 'n' is the gradient of an integer \(float0\)",
-        lambda: shard(lambda v: psum({"w": v, "n": np.zeros(3, jax.dtypes.float0)}), X),
+        lambda v: psum({"w": v, "n": np.zeros(3, jax.dtypes.float0)}),
     ),
-    "bits that are a bool": (TypeError, "bits=True is not an integer", lambda: Quantize(bits=True)),
+    "bits that are a bool": (
+        TypeError,
+        "bits=True is not an integer",
+        lambda v: Quantize(bits=True),
+    ),
     "not a compressor": (
         TypeError,
         "4 is neither a compressor nor a policy",
-        lambda: shard(lambda v: psum(v, compressor=4), X),
+        lambda v: psum(v, compressor=4),
     ),
     "integer leaf by name": (
         TypeError,
         "'n' is int32.*Identity",
-        lambda: Plan.build({"n": np.zeros(3, np.int32)}, overrides={"n": Q8}),
+        lambda v: Plan.build({"n": np.zeros(3, np.int32)}, overrides={"n": Q8}),
     ),
     "unknown path": (
         ValueError,
         "no leaf has the path 'kernal'.*kernel",
-        lambda: Plan.build({"kernel": X}, overrides={"kernal": Q8}),
+        lambda v: Plan.build({"kernel": X}, overrides={"kernal": Q8}),
     ),
     "plan of another tree": (
         ValueError,
         r"leaf 0 is 'b'.*but the plan has 'a'",
-        lambda: shard(lambda v: psum({"b": v}, compressor=Plan.build({"a": X[0]})), X),
+        lambda v: psum({"b": v}, compressor=Plan.build({"a": X[0]})),
     ),
     "plan of another shape": (
         ValueError,
         r"\[4, 512\].*\[8, 4, 512\]",
-        lambda: shard(lambda v: psum({"a": v}, compressor=Plan.build({"a": X})), X),
+        lambda v: psum({"a": v}, compressor=Plan.build({"a": X})),
     ),
     "plan of fewer leaves": (
         ValueError,
         "2 leaves, but the plan has 1;",
-        lambda: shard(lambda v: psum({"a": v, "b": v}, compressor=Plan.build({"a": X[0]})), X),
+        lambda v: psum({"a": v, "b": v}, compressor=Plan.build({"a": X[0]})),
     ),
     "groups that miss a rank": (
         ValueError,
         "every index below 8",
-        lambda: shard(lambda v: psum(v, axis_index_groups=[[0, 1]]), X),
+        lambda v: psum(v, axis_index_groups=[[0, 1]]),
     ),
     "groups of unequal size": (
         ValueError,
         "unequal",
-        lambda: shard(lambda v: psum(v, axis_index_groups=[[0], [1, 2, 3, 4, 5, 6, 7]]), X),
+        lambda v: psum(v, axis_index_groups=[[0], [1, 2, 3, 4, 5, 6, 7]]),
     ),
     "payload of the wrong size": (
         ValueError,
         r"uint8\[7\].*uint8\[264\]",
-        lambda: Quantize(4).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32),
+        lambda v: Quantize(4).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32),
     ),
     "payload of the wrong size, cast": (
         ValueError,
         "7 bytes.*1024",
-        lambda: Cast(jnp.bfloat16).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32),
+        lambda v: Cast(jnp.bfloat16).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32),
     ),
-    "integers to a quantizer": (TypeError, "int32", lambda: Q8.encode(jnp.arange(5))),
+    "integers to a quantizer": (TypeError, "int32", lambda v: Q8.encode(jnp.arange(5))),
     "scatter length": (
         ValueError,
         "length 4.*8.*tiled=True",
-        lambda: shard(lambda v: cgx_jax.psum_scatter_compressed(v, "data"), X),
+        lambda v: cgx_jax.psum_scatter_compressed(v, "data"),
     ),
     "scatter dimension": (
         ValueError,
         "dimension 5 is out of range",
-        lambda: shard(lambda v: cgx_jax.psum_scatter_compressed(v, "data", scatter_dimension=5), X),
+        lambda v: cgx_jax.psum_scatter_compressed(v, "data", scatter_dimension=5),
     ),
     "reduced already": (
         ValueError,
         r"does not vary over axis 'data'.*pcast.*reduce_in_backward",
-        lambda: shard(lambda v: psum({"w": lax.psum(v, "data")}), X),
+        lambda v: psum({"w": lax.psum(v, "data")}),
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_wrong_call_says_value_limit_and_remedy(name):
-    error, match, call = BAD[name]
+    """All are refused in tracing, here of f(v) on each rank."""
+    error, match, f = BAD[name]
     with pytest.raises(error, match=re.compile(match, re.DOTALL)):
-        call()
+        jax.eval_shape(on_ranks(f, mesh_of("auto"), out=P()), X)
+
+
+def test_a_call_outside_of_the_axis_is_refused():
+    with pytest.raises(ValueError, match="'data' is not bound"):
+        psum(jnp.ones((3, 4)))
 
 
 def test_gradient_that_ad_has_summed_is_refused_with_two_ways_out():
     f = lambda w, x: psum(jax.grad(loss)(w, x[0]))  # noqa: E731
     step = jax.shard_map(f, mesh=mesh_of("auto"), in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match=r"pcast.*reduce_in_backward"):
-        jax.eval_shape(step, values(20, 30), values(WORLD, 20, 30))
+        jax.eval_shape(step, normal(20, 30), normal(WORLD, 20, 30))
 
 
 def test_leaves_that_vary_differently_are_reduced_apart():
     mesh = mesh_of("two")
-    a, b = values(4, 30, 40), values(4, 2, 30, 40, seed=1)
+    a, b = normal(4, 30, 40), normal(4, 2, 30, 40, seed=1)
     f = jax.shard_map(
         lambda a, b: psum({"a": a[0], "b": b[0, 0]}, "a"),
         mesh=mesh,
@@ -615,7 +594,7 @@ def test_world_and_fusion_do_not_change_a_leafs_first_payload():
     from cgx_jax.compressors.buffers import chunk_code
     from cgx_jax.kernels import primitives
 
-    leaves = [values(17, 41, seed=i) for i in range(5)]
+    leaves = [normal(17, 41, seed=i) for i in range(5)]
     key = np.uint32([1, 2])
     for world, fusion in itertools.product([1, 2, 3, 8], [1, 4096, 1 << 20]):
         policy = Rules((), Quantize(3, 64, "stochastic"), exact=())
@@ -710,8 +689,8 @@ SUMS = ("psum", "pmean", "psum_scatter", "sync_gradients", "scatter_gradients")
 def test_unreduced_operands_are_summed_or_named_as_such(call):
     """Each rank's part of an unreduced value is an operand of a sum, as of lax.psum."""
     mesh = mesh_of("explicit")
-    x = jax.device_put(values(64, 64), NamedSharding(mesh, P("data")))
-    w = values(64, 64, seed=1)
+    x = jax.device_put(normal(64, 64), NamedSharding(mesh, P("data")))
+    w = normal(64, 64, seed=1)
     loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
     compressed = UNREDUCED[call]
 

@@ -17,12 +17,13 @@ from cgx_jax.commands import compare
 from cgx_jax.commands.trial import METHODS, Method, Trial
 from cgx_jax.tuning.link_timer import LinkTimer
 from processes import command_line, finish, free_port
+from worlds import normal, on_ranks
 
 PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
 
 
 def gradients(world):
-    return jax.random.normal(jax.random.key(0), (world, 64, 65))
+    return normal(world, 64, 65)
 
 
 def training(mesh):
@@ -59,14 +60,8 @@ def test_bytes_and_error_are_those_of_the_step(mesh):
         assert all(s > 0 for s in row["seconds"])
     # The gradients stay the same, so without feedback every step has the error of one step.
     x = gradients(8)[..., :64]
-    means = jax.jit(
-        jax.shard_map(
-            lambda x: cgx_jax.pmean_compressed(x[0], "data", cgx_jax.Quantize(4), exchange="xla"),
-            mesh=mesh,
-            in_specs=P("data"),
-            out_specs=P(),
-        )
-    )(x)
+    mean = lambda x: cgx_jax.pmean_compressed(x, "data", cgx_jax.Quantize(4), exchange="xla")  # noqa: E731
+    means = on_ranks(mean, mesh, out=P())(x)
     exact = gradients(8).mean(0)
     lost = np.linalg.norm(means - exact[:, :64]) / np.linalg.norm(exact)
     assert [row["error"] for row in rows[:2]] == pytest.approx([0, lost], abs=1e-6)

@@ -119,13 +119,19 @@ def test_spans_cover_every_value_once_beyond_32_bits():
 @pytest.mark.parametrize("bits", [1, 3, 8])
 @pytest.mark.parametrize("size", [0, 33, 513])
 def test_wire_bits_is_the_payloads_size(bits, size):
-    for c in (Quantize(bits, 96), Cast(jnp.bfloat16), Cast(jnp.float8_e5m2), Identity()):
-        x = jnp.arange(size, dtype=jnp.float32)
-        payload = c.encode(x)
+    codes = Quantize(bits, 96), Cast(jnp.bfloat16), Cast(jnp.float8_e5m2), Identity()
+
+    @jax.jit
+    def of_each(x):
+        payloads = [c.encode(x) for c in codes]
+        decoded = [c.decode(p, (size,), x.dtype) for c, p in zip(codes, payloads, strict=True)]
+        return list(zip(payloads, decoded, [c.error_bound(x) for c in codes], strict=True))
+
+    x = np.arange(size, dtype=np.float32)
+    for c, (payload, decoded, bound) in zip(codes, of_each(x), strict=True):
         assert payload.dtype == jnp.uint8
         assert 8 * payload.size == c.wire_bits(size) == c.wire_bits((size, 1))
-        error = np.abs(np.asarray(c.decode(payload, (size,), jnp.float32)) - np.asarray(x))
-        assert (error <= np.asarray(c.error_bound(x))).all()
+        assert (np.abs(np.asarray(decoded) - x) <= np.asarray(bound)).all()
 
 
 def test_every_compressor_states_whether_it_is_biased():

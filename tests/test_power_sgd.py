@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -17,6 +16,7 @@ from cgx_jax.compressors import PowerSGD, base
 from cgx_jax.route.route import Options, route
 from cgx_jax.route.run import Inputs
 from cgx_jax.route.run import run as run_route
+from worlds import RANKS, on_ranks, placed, ranks, stacked, stepper
 
 MATRIX = (40, 60)
 
@@ -35,18 +35,15 @@ def low_rank(rank, *shape, seed=0):
 
 def step_of(compressor, world, *, dtype=np.float32):
     """Returns a compiled step (f[world, ...], state) -> all ranks' (total, residual, state)."""
-    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
 
     def of_rank(x, state):
         plan = Plan.build(x[0], Rules((), compressor, exact=()))
         options = Options.resolve("test", "data", exchange="xla")
         made = run_route(route(options, plan), Inputs([x[0]], None, residual=True, states=[state]))
-        return jax.tree.map(lambda v: v[None], (made.values[0], made.residuals[0], made.states[0]))
+        return stacked((made.values[0], made.residuals[0], made.states[0]))
 
-    spec = P("data")
-    run = jax.jit(
-        jax.shard_map(of_rank, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=False)
-    )
+    specs = {"in_specs": (RANKS, P()), "out_specs": RANKS}
+    run = jax.jit(jax.shard_map(of_rank, mesh=ranks(world), check_vma=False, **specs))
 
     def step(x, state):
         given = x.astype(dtype), jax.tree.map(np.asarray, state)
@@ -62,6 +59,11 @@ def step_of(compressor, world, *, dtype=np.float32):
 def alone(compressor, x, state):
     """Takes a step of one rank; returns its total, its own part and the new state."""
     return base.alone(compressor.rounds(x, state, key=None, world=1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def bound_of(compressor, x):
+    return compressor.error_bound(x)
 
 
 def steps_alone(compressor, gradients):
@@ -165,7 +167,7 @@ def test_values_at_the_edges_keep_the_bound(name):
     for steps in (1, 3):
         end = steps_alone(compressor, [x] * steps)
         lost = np.abs(np.asarray(end.total, np.float64) - x)
-        assert (lost <= np.asarray(compressor.error_bound(x), np.float64)).all()
+        assert (lost <= np.asarray(bound_of(compressor, x), np.float64)).all()
         assert np.isfinite(end.state).all()
     if np.linalg.matrix_rank(x) <= 1:
         np.testing.assert_allclose(end.total, x, rtol=1e-5, atol=1e-37)
@@ -179,7 +181,7 @@ def test_a_value_that_is_not_finite_is_seen_and_its_state_mends(value):
     compressor = PowerSGD(2)
     end = alone(compressor, bad, compressor.init(MATRIX, jnp.float32))
     assert np.isnan(end.total).all()
-    assert np.isinf(compressor.error_bound(bad)).all()
+    assert np.isinf(bound_of(compressor, bad)).all()
     # sync_gradients would keep the old state; without it, the next step starts afresh.
     after = alone(compressor, x, end.state)
     fresh = alone(compressor, x, compressor.init(MATRIX, jnp.float32))
@@ -320,18 +322,8 @@ def test_leaves_of_one_shape_share_the_loop_that_orthonormalizes(mesh):
 
 
 def training(tx, mesh, params):
-    state = tx.init(params)
-    state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
-    specs = cgx_jax.state_specs(state, "data")
-    step = jax.jit(
-        jax.shard_map(
-            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
-            mesh=mesh,
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-        )
-    )
-    return step, state
+    state = placed(tx.init(params), mesh)
+    return stepper(tx, mesh, state), state
 
 
 PARAMS = {"conv": jnp.zeros((3, 3, 8, 16)), "dense": jnp.zeros(MATRIX), "bias": jnp.zeros(60)}
@@ -403,10 +395,9 @@ def test_a_wrong_rank_is_refused(rank, error, says):
 
 
 def test_a_call_that_keeps_nothing_refuses_matrices_and_takes_vectors(mesh):
-    call = lambda x: cgx_jax.psum_compressed(  # noqa: E731
-        x[0], "data", Rules((), PowerSGD(), exact=()), exchange="xla"
-    )
-    f = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    policy = Rules((), PowerSGD(), exact=())
+    call = lambda x: cgx_jax.psum_compressed(x, "data", policy, exchange="xla")  # noqa: E731
+    f = on_ranks(call, mesh, out=P())
     with pytest.raises(ValueError, match=r"^psum_compressed: PowerSGD\(rank=4\).*sync_gradients"):
         jax.eval_shape(f, jnp.ones((8, *MATRIX)))
     np.testing.assert_array_equal(f(jnp.ones((8, 60))), np.full(60, 8.0))

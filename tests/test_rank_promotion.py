@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cases import CHUNKED, FEW, every
@@ -15,17 +14,15 @@ from cgx_jax import ErrorFeedback, Quantize
 from cgx_jax.kernels import chunk, reference
 from cgx_jax.kernels.wire import Layout, Slot
 from cgx_jax.transforms import MomentumCorrection
+from worlds import RANKS, first, on_ranks, with_state
 
 KEY = jax.random.key(0)
 TREE = {"kernel": np.ones((8, 40, 64), np.float32), "bias": np.ones((8, 64), np.float32)}
-LIKE = jax.tree.map(lambda x: x[0], TREE)
 
 
-def traced(f, mesh, out=P("data"), tree=TREE):  # noqa: B008
-    local = lambda t: f(jax.tree.map(lambda x: x[0], t))  # noqa: E731
-    step = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=out, check_vma=False)
+def traced(f, mesh, tree=TREE):
     with jax.numpy_rank_promotion("raise"):
-        jax.eval_shape(step, tree)
+        jax.eval_shape(on_ranks(f, mesh, check_vma=False), tree)
 
 
 @pytest.mark.parametrize("name", every(CHUNKED, quick=FEW))
@@ -47,8 +44,8 @@ def test_collectives_need_no_rank_promotion(name, mesh):
 
     traced(jax.grad(loss), mesh)
     with jax.numpy_rank_promotion("raise"):
-        compressor.error_bound(jnp.ones((7, 100)))
-        jax.vmap(lambda x: compressor.encode(x, key=KEY))(jnp.ones((3, 100)))
+        jax.eval_shape(compressor.error_bound, jnp.ones((7, 100)))
+        jax.eval_shape(jax.vmap(lambda x: compressor.encode(x, key=KEY)), jnp.ones((3, 100)))
 
 
 STATES = {
@@ -70,14 +67,10 @@ def test_sync_gradients_needs_no_rank_promotion(name, mesh):
 def test_adaptive_needs_no_rank_promotion(mesh):
     policy = cgx_jax.Adaptive(candidates=[Quantize(2), Quantize(4, rotation=True)])
     tx = cgx_jax.sync_gradients("data", policy, exchange="xla")
-    step = policy.jit(
-        jax.shard_map(
-            lambda t: tx.update(jax.tree.map(lambda x: x[0], t), tx.init(LIKE)),
-            mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False,
-        )
-    )  # fmt: skip
+    state = tx.init(first(TREE))
+    step = policy.jit(with_state(lambda t, s: tx.update(first(t), s), mesh, state, RANKS))
     with jax.numpy_rank_promotion("raise"):
-        step(TREE)
+        step(TREE, state)
 
 
 def test_value_and_grad_needs_no_rank_promotion(mesh):

@@ -237,7 +237,8 @@ def test_statistics_measure_rotated_candidates(size, tolerance, rounding):
     candidates = [Quantize(b, 512, rounding, rotation=True) for b in (2, 4)]
     padded = np.pad(x, (0, -size % 512), mode="edge").reshape(-1, 512)
     filled = np.minimum(512, size - 512 * np.arange(len(padded)))
-    found = np.asarray(squared_errors(jnp.asarray(padded), filled, candidates)).sum(0)
+    errors = jax.jit(lambda rows: squared_errors(rows, filled, candidates))
+    found = np.asarray(errors(padded)).sum(0)
     for c, got in zip(candidates, found, strict=True):
         real = [np.square(sent(x, c, k) - x).sum() for k in jax.random.split(jax.random.key(0), 4)]
         np.testing.assert_allclose(got, np.mean(real), rtol=tolerance)

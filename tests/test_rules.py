@@ -105,8 +105,8 @@ def test_names_of_flax_nnx_linen_and_bare_trees_are_matched():
         norm: jax.Array
 
     trees = {
-        "linen": Linen().init(jax.random.key(0), jnp.ones((1, 64)))["params"],
-        "nnx": nnx.state(Nnx(), nnx.Param),
+        "linen": jax.eval_shape(Linen().init, jax.random.key(0), jnp.ones((1, 64)))["params"],
+        "nnx": nnx.state(nnx.eval_shape(Nnx), nnx.Param),
         "bare": Bare(jnp.zeros((64, 64)), jnp.zeros((64, 64))),
     }
     for name, tree in trees.items():
