@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import oracle
-from cases import CASES, every
+from cases import CASES, FEW, every
 from cgx_jax import ErrorFeedback, Quantize, Rule, Rules, SecondMoment
 from cgx_jax.compressors import SharedTernGrad, TopK
 from cgx_jax.exchanges import Xla
@@ -27,6 +27,7 @@ from worlds import on_ranks, ranks
 
 RANKS, STEPS = 4, 2
 MESH = ranks(RANKS)
+SLOW = pytest.mark.slow
 
 
 def gradients(dtype, shape=(61, 48)):
@@ -63,19 +64,21 @@ def check(zeros, found, values, rows):
 
 
 CODES = {n: c for n, c in CASES.items() if c.reductions}
-SECOND = [n for n, c in CODES.items() if len(c.reductions) > 1]
+QUICK = [n for p in every(CODES) if not p.marks for n in p.values]
+BOTH = [(n, which) for n, c in CODES.items() for which in range(len(c.reductions[:2]))]
 
 
 @pytest.mark.parametrize(
-    ("name", "which"),
+    ("name", "which", "dtypes"),
     [
-        *(pytest.param(*p.values, 0, marks=p.marks) for p in every(CODES)),
-        *(pytest.param(n, 1, marks=pytest.mark.slow) for n in SECOND),
+        *((n, 0, 1) for n in QUICK if n not in FEW),
+        *(pytest.param(*b, 2, marks=() if b[0] in FEW and b[1] == 0 else SLOW) for b in BOTH),
     ],
 )
-def test_codes(name, which):
+@pytest.mark.every_combination
+def test_codes(name, which, dtypes):
     case = CODES[name]
-    leaves = {dtype: gradients(dtype) for dtype in case.dtypes[:2]}
+    leaves = {dtype: gradients(dtype) for dtype in case.dtypes[:dtypes]}
     grads = {dtype: x for dtype, (x, _, _) in leaves.items()}
     found = means(case.compressor, grads, reduction=case.reductions[which])
     for dtype, (_, values, rows) in leaves.items():
