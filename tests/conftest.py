@@ -90,6 +90,26 @@ def no_cache():
     compilation_cache.reset_cache()
 
 
+@pytest.fixture
+def unoptimized(request):
+    """LLVM does not optimize programs of quick tests, which is half of the time of compiling.
+
+    For tests of what a program computes, sends and holds, within bounds; not for those of bits that
+    two programs have in common, and of compressors and kernels. XLA's own passes run. Slow cases of
+    the same tests are optimized.
+    """
+    quick = request.node.get_closest_marker("slow") is None
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def optimized(unoptimized):
+    """Takes `unoptimized` back for one test of a file: two programs must have the same bits."""
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 # What the library asks of the machine and of JAX: who is asked, and by which function.
 _FACTS = {
     "devices": (jax, "devices"),

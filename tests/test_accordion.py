@@ -19,7 +19,7 @@ from worlds import on_ranks
 FEW, MANY = Quantize(2, 64), Quantize(8, 64)
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
-pytestmark = pytest.mark.usefixtures("no_cache")
+pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
 
 
 EVERY = 4
@@ -45,6 +45,7 @@ def run(training, periods):
     return [training.run(EVERY, {k: s * v for k, v in SCALE.items()}) for s in periods]
 
 
+@pytest.mark.usefixtures("optimized")
 def test_bits_follow_the_change_of_the_norm_and_two_plans_are_compiled_once_each():
     policy = accordion()
     scales = [scale for scale, _ in PERIODS] + [1]

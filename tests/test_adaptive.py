@@ -19,7 +19,7 @@ from cgx_jax.policies.decide import Decision, Subject, decide
 from hlo import before, computations, entry_of, named
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
-pytestmark = pytest.mark.usefixtures("no_cache")
+pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
 
 
 # Fewer candidates are quicker to compile, for training whose widths do not matter.

@@ -20,7 +20,7 @@ from mean_compressor import Mean
 PLAIN, ROTATED, WIDE = Quantize(4, 64), Quantize(4, 64, rotation=True), Cast(jnp.bfloat16)
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
-pytestmark = pytest.mark.usefixtures("no_cache")
+pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
 
 
 MIXED = (Quantize(2, 64), Quantize(2, 64, rotation=True), PLAIN, ROTATED, WIDE)

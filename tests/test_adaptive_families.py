@@ -18,7 +18,7 @@ from cgx_jax.policies.decide import Subject
 from profiles import SLOW
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
-pytestmark = pytest.mark.usefixtures("no_cache")
+pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
 
 
 FAMILIES = (TopK(0.02), PowerSGD(2), Quantize(2, 64), Quantize(4, 64), Quantize(8, 64))

@@ -19,6 +19,8 @@ from cgx_jax.tuning.link_timer import LinkTimer
 from processes import command_line, finish, free_port
 from worlds import normal, on_ranks
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
 
 

@@ -18,6 +18,8 @@ from hlo import collectives
 from worlds import RANKS, first, ranks, stacked, with_state
 from worlds import placed as placed_on
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WORLD, STEPS = 3, 24
 SHAPES = {"a": (6, 8), "b": {"w": (5, 4), "z": (30,)}}
 is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
@@ -232,6 +234,7 @@ def test_random_trees_and_options_follow_the_reference(seed):
             np.testing.assert_allclose(x, y, atol=3e-5)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_without_check_vma_it_is_the_same():
     options, _ = CASES["streaming"]
     shared, _, _ = trained(wrapped(**options), check_vma=False)
@@ -239,6 +242,7 @@ def test_without_check_vma_it_is_the_same():
     jax.tree.map(np.testing.assert_array_equal, shared[-1], want[-1])
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.quick("2")
 def test_workers_may_be_an_axis_of_vmap(delay):

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Quantize, Rules
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WORLD = 4
 MESH = Mesh(np.array(jax.devices()[:WORLD]), ("batch",))
 EVERYTHING = Rules((), Quantize(8), exact=())

@@ -47,9 +47,9 @@ def batches(steps):
     return tokens.astype(np.int32)
 
 
-def test_a_hand_written_loop_is_compressed_both_ways_by_a_few_lines(no_cache):
+def test_a_hand_written_loop_is_compressed_both_ways_by_a_few_lines(no_cache, unoptimized):
     assert lines(EXACT, changed()) <= 8
-    tokens, losses, programs = batches(40), {}, {}
+    tokens, losses, programs = batches(28), {}, {}
     for name, text in (("exact", EXACT), ("compressed", changed())):
         module = {}
         exec(compile(text, f"{name}.py", "exec"), module)

@@ -163,6 +163,7 @@ def test_the_passes_draw_different_noise(mesh):
         assert (np.asarray(first) != other).mean() > 0.05
 
 
+@pytest.mark.usefixtures("unoptimized")
 def test_second_derivatives_are_exact(mesh):
     """Of a call without compressed weights, so that the values are those of `lax`."""
     tree = {"w": normal(WORLD, 8, 96)}
@@ -190,6 +191,7 @@ def test_forward_mode_is_refused(mesh):
         on_ranks(lambda t: jax.jvp(call, (t,), (t,))[1], mesh)(normal(WORLD, 8, 96))
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("spec", [P("data"), P()], ids=["shards", "the same on all ranks"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_are_typed_as_those_of_the_namesake(spec, check_vma, mesh_2d):
@@ -225,6 +227,7 @@ def test_all_leaves_travel_in_one_call(mesh):
     assert sorted(found) == [("u8", "all-gather"), ("u8", "all-to-all")]
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_layers_gathered_ahead_are_scanned_layers(count, mesh):
     """`scan_layers` only changes the order: it has the bits of a scan with one gather per layer."""

@@ -12,7 +12,7 @@ import cgx_jax
 from cgx_jax import Identity, Plan, Quantize
 from plain_jit_case import auto_mesh, check_close, loss_fn, params_and_batch
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 Q8 = Quantize(8)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Identity, Plan, Quantize, reduce_in_backward
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 
 class Layer(NamedTuple):

@@ -20,7 +20,7 @@ from cgx_jax import ErrorFeedback, Quantize, SecondMoment, drop_manual_axes
 from plain_jit_case import auto_mesh, check_close
 
 # Collectives of a program that do not wait for each other: see conftest.
-pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("no_cache")]
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("no_cache", "unoptimized")]
 
 LAYERS, WIDTH, HIDDEN = 4, 64, 128
 AXES = ("replica", "fsdp", "model")

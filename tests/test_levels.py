@@ -118,6 +118,7 @@ def test_levels_work_under_pmap_and_in_a_plain_vmap():
     np.testing.assert_array_equal(named(x), want[0])
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("inner", [None, Quantize(8, 64), Cast(jnp.bfloat16)], ids=str)
 @pytest.mark.parametrize("name", ["quantize", "one-shot", "chunked", "sparse"])
 def test_what_the_ranks_lost_is_the_difference_to_the_exact_mean(name, inner):
@@ -138,6 +139,7 @@ def test_what_the_ranks_lost_is_the_difference_to_the_exact_mean(name, inner):
         assert np.abs(np.asarray(e)).max() > 0
 
 
+@pytest.mark.usefixtures("unoptimized")
 def test_feedback_over_levels_loses_nothing_in_the_long_run():
     mesh, x = grid(2, 2), normal(4, 40, 50)
     options = {"memory": cgx_jax.ErrorFeedback(), "levels": Levels("local"), "exchange": "xla"}

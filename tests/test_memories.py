@@ -23,6 +23,8 @@ from cgx_jax.compressors import (
 from cgx_jax.transforms import MomentumCorrection, diloco, metrics
 from worlds import normal, ranks
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WORLD = 3
 MEMORIES = {"feedback": ErrorFeedback(), "momentum": MomentumCorrection(0.9)}
 KEPT = {n: c.compressor for n, c in LOSSY.items() if c.compressor.feedback_scale is not None}

@@ -292,6 +292,7 @@ def compiled_sum(tree, compressor, mesh):
     return jax.jit(f).lower(tree, states).compile(), states
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("leaves", [1, 5])
 @pytest.mark.quick("5")
 def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
@@ -310,6 +311,7 @@ def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
     assert 4 * sum(sizes) == sum(compressor.payload_bytes(x.shape[1:]) for x in tree)
 
 
+@pytest.mark.usefixtures("unoptimized")
 def test_leaves_of_one_shape_share_the_loop_that_orthonormalizes(mesh):
     """A loop takes a third of a second to compile, and twenty leaves once had twenty loops."""
     shapes = (MATRIX, MATRIX, (30, 50), MATRIX)
@@ -333,6 +335,7 @@ def gradients(seed=0):
     return {k: normal(8, *x.shape, seed=seed) for k, x in PARAMS.items()}
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("precondition", [None, SecondMoment()], ids=["plain", "units"])
 @pytest.mark.quick("units")
 def test_feedback_closes_the_account(precondition, mesh):

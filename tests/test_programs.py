@@ -19,6 +19,8 @@ from cgx_jax import Identity, Quantize, Rule, Rules
 from hlo import collectives
 from plain_jit_case import auto_mesh
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 64, 64, 4, 16, 2
 STEPS = 12
 

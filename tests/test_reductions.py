@@ -169,6 +169,7 @@ def sent_in(text, world):
     return total
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("name", every(PAIRS, quick=FEW))
 @pytest.mark.quick(
     "quantize 4, ring",
@@ -191,6 +192,7 @@ def test_the_stated_bytes_are_those_of_the_program(name, mesh):
     assert stated == pytest.approx(sent_in(text, 8), rel=1e-6)
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("name", ["ring", "tree of Quantize"])
 def test_partial_sums_travel_as_bytes_between_pairs_alone(name, mesh):
     text = summed(name, mesh).lower(normal(8, *SHAPE)).compile().as_text()
@@ -285,6 +287,7 @@ CALLS = {
 }
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "name", ["scatter_gather", "gather_sum", "ring", "tree", "sum_rounds", "majority"]

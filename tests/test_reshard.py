@@ -16,7 +16,7 @@ from cgx_jax.compressors import Identity
 from cgx_jax.policies import Stages
 from hlo import collectives
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 Q8 = Quantize(8)
 HOW = {"exchange": "xla"}
@@ -137,6 +137,7 @@ def test_everything_else_is_jax_reshard(two, case):
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
+@pytest.mark.usefixtures("optimized")
 def test_bits_are_those_of_the_calls_inside_shard_map(two):
     """One path: the same noise, the same fusion buffers, the same records."""
     code, key = Quantize(4, rounding="stochastic", rotation=True), jax.random.key(3)
@@ -277,6 +278,7 @@ def test_backward_noise_differs_from_that_of_the_weights_and_follows_the_key(two
     assert (one != two_).any()
 
 
+@pytest.mark.usefixtures("optimized")
 def test_vmap_and_ahead_of_time(two):
     xs = jax.device_put(normal(1, 3, 64, 96), NamedSharding(two, P(None, "data")))
     one = lambda x: cgx_jax.reshard(jax.reshard(x, P("data")), P(), Q8, **HOW)  # noqa: E731

@@ -14,6 +14,8 @@ from cgx_jax.compressors import DGC, PowerSGD, Signum, TopK
 from cgx_jax.transforms import MomentumCorrection, diloco, local_steps
 from worlds import RANKS, normal, placed, ranks, with_state
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 SHAPE = (24, 40)
 EXCHANGE = {"exchange": "xla"}
 

@@ -14,7 +14,7 @@ from cgx_jax import Identity
 from cgx_jax.compressors import ShiftedLattice
 from hlo import before, computations
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 WORLD, WIDTH = 8, 64
 KEY = jax.random.key(0)

@@ -17,6 +17,8 @@ from cgx_jax.transforms.precondition import squares_of
 from hlo import before, entry_of, named
 from worlds import RANKS, first, normal, placed, ranks, stepper
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WORLD = 4
 SHAPES = {"bias": (40,), "kernel": (24, 60), "stack": (8, 12, 30)}
 FIRST = dict.fromkeys(SHAPES, 0)
@@ -156,6 +158,7 @@ def test_what_was_seen_and_what_is_kept_is_what_was_given(policy, memory, cut, p
     assert lossy >= 1
 
 
+@pytest.mark.usefixtures("optimized")
 def test_stages_follow_one_another():
     grads = gradients(3)
     staged, _ = run(scatter(Stages((Identity(), Q3), (2,))), grads)

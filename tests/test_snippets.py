@@ -269,7 +269,7 @@ def trace(code, namespace, page, line, axis, scope):
 
 
 # Collectives of a program that do not wait for each other: see conftest.
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("no_cache", "unoptimized")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(p, marks=pytest.mark.slow if p in COSTLY else ()) for p in PAGES if runs(p)],

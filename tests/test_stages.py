@@ -12,6 +12,8 @@ from cgx_jax.compressors import DGC, PowerSGD, TopK
 from cgx_jax.policies import Adaptive, Stages, density_warmup
 from worlds import normal, ranks
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WORLD = 3
 
 

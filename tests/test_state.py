@@ -21,6 +21,8 @@ from cgx_jax.policies import Adaptive
 from cgx_jax.transforms import MomentumCorrection, local_params, local_steps, scatter_gradients
 from worlds import RANKS, on_ranks, with_state
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WORLD = 8
 
 
@@ -340,6 +342,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_list_of_axes_is_as_good_as_a_tuple(name):
     mesh, params = two_axes(), zeros({"w": SQUARE})

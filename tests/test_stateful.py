@@ -15,6 +15,8 @@ from cgx_jax.compressors import PayloadCompressor
 from toys import Difference, RankOne
 from worlds import normal, on_ranks, stepper
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 
 @dataclasses.dataclass(frozen=True)
 class ThreeBits(PayloadCompressor):

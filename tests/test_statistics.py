@@ -16,6 +16,8 @@ from cgx_jax.policies import statistics
 from cgx_jax.policies.statistics import Sampler, Statistics, squared_errors
 from mean_compressor import Mean
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WIDTHS = tuple(Quantize(b) for b in range(1, 9))
 TWO = (Quantize(2), Quantize(8))  # quicker to compile, where averages matter and widths do not
 

@@ -38,7 +38,7 @@ from tuning_steps import (
 )
 from worlds import on_ranks
 
-pytestmark = pytest.mark.usefixtures("no_cache")
+pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
 
 REDUCTIONS = ("gather_sum", "tree", "ring")
 WAYS = [SPLIT, WHOLE, Setting(Xla(), Tree()), Setting(Xla(), Ring())]
@@ -137,6 +137,7 @@ def test_under_noise_nothing_slower_than_psum_is_kept(ratio, low, high):
     assert low <= np.mean([setting != PSUM for setting in kept]) <= high
 
 
+@pytest.mark.usefixtures("optimized")
 def test_what_is_reduced_is_what_the_setting_says(monkeypatch):
     """By psum the mean is exact; by a code it is that of the same call with its options."""
     training = Training(tuner(), monkeypatch=monkeypatch, costs=costs_of(1.5, 1.8))

@@ -20,7 +20,7 @@ from cgx_jax import ErrorFeedback, Quantize
 from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, params_and_batch, vag
 from worlds import drawn
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 Q8 = Quantize(8)
 

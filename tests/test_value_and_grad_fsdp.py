@@ -17,7 +17,7 @@ from hlo import collectives
 from plain_jit_case import auto_mesh
 from worlds import drawn
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 LAYERS, WIDTH, HIDDEN, WORDS, ROWS = 4, 64, 128, 32, 16
 MESHES = {"data": ((4,), ("data",)), "data and model": ((4, 2), ("data", "model"))}

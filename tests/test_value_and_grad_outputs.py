@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, vag
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 
 @pytest.fixture(scope="module")
