@@ -384,6 +384,13 @@ def fits(c, shape):
     return not (isinstance(keep, int) and not isinstance(c, BlockTopK) and keep > size > 0)
 
 
+@pytest.mark.parametrize("code", [TopK, DGC, RandomK])
+def test_all_values_are_another_number_than_one(code):
+    """Or the compiled program of one code would serve the other."""
+    assert code(1.0) != code(1)
+    assert [code(keep).payload_bytes(50) for keep in (1.0, 50)] == [code(50).payload_bytes(50)] * 2
+
+
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", every(PAYLOADS))
 def test_leaves_at_the_edge_stay_within_the_bound(name, edge):

@@ -76,6 +76,20 @@ def test_what_was_seen_and_what_is_kept_is_what_was_given(memory, name):
     assert residual.any()
 
 
+@pytest.mark.parametrize(
+    "name", ["random k", *(pytest.param(n, marks=pytest.mark.slow) for n in KEPT)]
+)
+def test_a_nan_does_not_stay_in_a_memory(name):
+    """Whether it is sent, so that the step is skipped, or left behind."""
+    grads = normal(3, WORLD, 30, 50)
+    grads[1, 0, 3, 4] = np.nan
+    means, kept = run(KEPT[name], ErrorFeedback(), grads)
+    assert np.isfinite(kept[3][0]).all()
+    assert np.isfinite(means[2]).all()
+    if np.isnan(means[1]).any():
+        np.testing.assert_array_equal(kept[1][0], kept[2][0])
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("compressor", [Quantize(2), TopK(64)], ids=str)
 def test_narrow_gradients_lose_nothing_either(compressor, dtype):

@@ -197,6 +197,24 @@ def test_dtypes(two, dtype):
     )
 
 
+def test_parts_of_float16_may_be_as_large_as_their_sum(two):
+    x = jnp.zeros((two.shape["data"], 64), np.float16).at[0].set(2e4)
+    x = jax.device_put(x, NamedSharding(two, P("data")))
+
+    def loss(w, x):
+        y = jnp.einsum("bi,ij->bj", x, w, out_sharding=P("data"))
+        return y.sum().astype(np.float32)
+
+    def step(w, x):
+        gradient = jax.grad(loss)(cgx_jax.reduced(w, "data", Q8), x)
+        tx = cgx_jax.sync_gradients("data", Q8, **HOW)
+        return tx.update(gradient, tx.init(w))[0]
+
+    got = jax.jit(step)(jnp.zeros((64, 96), np.float16), x)
+    assert got.dtype == np.float16
+    np.testing.assert_allclose(np.float32(got), 2e4, rtol=0.01)
+
+
 def loss_of(params, x):
     h = jnp.tanh(x @ params["w"] + params["b"])
     return jnp.mean((h @ params["v"] - jnp.roll(x, 1, 1)) ** 2)

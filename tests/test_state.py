@@ -121,6 +121,14 @@ def test_other_containers_with_the_same_paths_are_the_same_leaves(kind, mesh):
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "statistics"])
+def test_every_array_of_a_state_can_be_donated(kind, mesh):
+    adapts = lambda mesh: cgx_jax.sync_gradients("data", Adaptive())  # noqa: E731
+    state = KINDS.get(kind, adapts)(mesh).init(zeros({"a": SQUARE, "b": SQUARE}))
+    places = [x.addressable_data(0).unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len(set(places)) == len(places)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_tree_comes_back_with_its_state(kind, mesh):
     tx = KINDS[kind](mesh)

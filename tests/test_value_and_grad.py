@@ -79,6 +79,18 @@ def test_value_and_grad_of_an_nnx_module_updates_its_statistics():
     np.testing.assert_allclose(model.norm.mean[...], want, rtol=1e-3, atol=1e-5)
 
 
+def test_trusted_statistics_of_the_parts_are_averaged():
+    model = Net(nnx.Rngs(0), axis_name=None)
+    _, x, y = params_and_batch()
+    f = cgx_jax.value_and_grad(
+        net_loss, "data", cgx_jax.Identity(), mesh=auto_mesh(), exchange="xla", trust=True
+    )
+    f(model, x, y)
+    want = 0.01 * np.asarray(Net(nnx.Rngs(0)).a(x)).mean(0)
+    for shard in model.norm.mean[...].addressable_shards:
+        np.testing.assert_allclose(shard.data, want, rtol=1e-3, atol=1e-5)
+
+
 class Adapted(nnx.Module):
     """A frozen layer with a LoRA adapter."""
 

@@ -385,13 +385,15 @@ class Program:
 
     def _state(self, path: Any, found: Any) -> Output:
         """Returns the output of one array of an NNX object, which no aux_specs describe."""
-        if isinstance(found, Found) and found.output == "?":
+        if not isinstance(found, Found):  # trusted: statistics of the ranks' parts of the batch
+            return "mean" if jnp.issubdtype(found.dtype, jnp.inexact) else None
+        if found.output == "?":
             raise ValueError(
                 f"{CALLER}: the loss updates the state {keystr(path)} of an NNX object from its "
                 f"part of the batch, and plain jit's value does not follow: {found.why}. Pass "
                 f"axis_name={self.ranks.axis!r} to a BatchNorm."
             )
-        return found.output if isinstance(found, Found) else None
+        return found.output
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from cgx_jax import _compat
@@ -14,6 +15,7 @@ from cgx_jax._types import Pytree
 from cgx_jax.axes import axes_by_dimension
 from cgx_jax.leaves import leaves_of, operand_of
 from cgx_jax.transforms.cuts import Cut
+from cgx_jax.transforms.feedback import as_gradient
 from cgx_jax.transforms.state import SyncState, map_parts
 
 Step = Callable[[Pytree, SyncState, tuple[Cut, ...]], tuple[Pytree, SyncState]]
@@ -72,12 +74,17 @@ def step_on_ranks(
 
     kept = map_parts(caller, state, row, lambda x: jax.typeof(x).sharding.spec)
 
+    def times_world(x: jax.Array) -> jax.Array:
+        # Parts may be as large as their sum, so float16 might not hold `world` times as much.
+        wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+        own: jax.Array = _compat.own(x, names).astype(wide) * world
+        return own
+
     def local(updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
-        own = [
-            _compat.own(x, names) * world if part else x
-            for x, part in zip(jax.tree.leaves(updates), parts, strict=True)
-        ]
-        return step(jax.tree.unflatten(treedef, own), state, tuple(cuts))
+        pairs = zip(jax.tree.leaves(updates), parts, strict=True)
+        own = [times_world(x) if part else x for x, part in pairs]
+        means, after = step(jax.tree.unflatten(treedef, own), state, tuple(cuts))
+        return jax.tree.map(lambda y, x: as_gradient(y, x.dtype), means, updates), after
 
     out: tuple[Pytree, SyncState] = jax.shard_map(
         local,

@@ -174,17 +174,10 @@ def _taken_along(sent: jax.Array, residual: jax.Array) -> jax.Array:
     return left + left < jnp.abs(sent)
 
 
-def finite_everywhere(share: Whole, sent: Sequence[Any], means: Sequence[Any], skipped: Any) -> Any:
-    """Whether a step's means are finite and not skipped, bool[]; the same on all ranks.
-
-    So must be what was `sent` by a code that may leave a NaN or infinity behind: it would stay in
-    the memory.
-    """
-    quiet = [i for i in share.taken.compressed if not share.plan.compressors[i].carries_nonfinite]
-    arrays = [*means, *(sent[i] for i in quiet)]
-    finite = all_finite([x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)])
-    alike = share.alike and not quiet
-    finite = share.axes.on_every_rank(finite & jnp.logical_not(skipped), alike=alike)
+def finite_everywhere(share: Whole, means: Sequence[Any], skipped: Any) -> Any:
+    """Whether a step's means are finite and not skipped, bool[]; the same on all ranks."""
+    finite = all_finite([x for x in means if jnp.issubdtype(jnp.result_type(x), jnp.inexact)])
+    finite = share.axes.on_every_rank(finite & jnp.logical_not(skipped), alike=share.alike)
     # XLA would otherwise compute it again for each value that is kept or not.
     barred: jax.Array = lax.optimization_barrier(finite)
     return barred
@@ -205,7 +198,5 @@ def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
 def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns `new` after a step whose mean is `finite`, else `old`, in the dtype of `old`."""
     new = new.astype(old.dtype)
-    if jnp.finfo(old.dtype).max < jnp.finfo(jnp.float32).max / 2:
-        # An owner's share of a float16 leaf's error may overflow where the mean did not.
-        new = jnp.where(jnp.isfinite(new), new, 0).astype(old.dtype)
-    return jnp.where(finite, new, old)
+    # A code that sends few values may leave a NaN or infinity behind, which would then stay.
+    return jnp.where(jnp.isfinite(new) & finite, new, old)

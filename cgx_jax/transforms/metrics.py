@@ -19,8 +19,9 @@ def metrics(state: Pytree) -> dict[str, int]:
     empty. Each value is an int.
 
     * "cgx/skipped" counts updates that left memory, moments and states of compressors as they were,
-      because a mean was not finite, and updates that `debug_nonfinite("skip")` made 0. If there are
-      several `sync_gradients`, the largest count is given.
+      because a mean was not finite, and updates that `debug_nonfinite("skip")` made 0. Where none
+      of these is kept, no mean is checked. With moments alone, means are checked in steps that
+      update the units. If there are several `sync_gradients`, the largest count is given.
     * "cgx/overflow", and "cgx/overflow/" with the path of each leaf, exist with a memory around
       codes with room of a fixed size: `Threshold`, `DGC`, `INCEPTIONN`. They count values that
       found no room, which wait in the memory. A leaf whose code always has room has 0.

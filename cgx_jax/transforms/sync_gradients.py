@@ -119,8 +119,8 @@ def sync_gradients(
 
     The state is a `SyncState`, which also keeps the state of compressors. A step whose mean holds a
     NaN or infinity leaves memory, moments and states as they were, on all ranks of the mesh.
-    `transforms.metrics` counts such steps; `debug_nonfinite` says where the values came from. Each
-    rank has its own memory, so either call `init` inside shard_map or pmap, or pass the `mesh`.
+    `transforms.metrics` counts these; `debug_nonfinite` says where the values came from. Each rank
+    has its own memory, so either call `init` inside shard_map or pmap, or pass the `mesh`.
     `state_specs` and `state_shardings` say how the state is split.
 
     Clip gradients and skip steps (`optax.apply_if_finite`) after it in the chain, where all ranks
@@ -373,7 +373,7 @@ class Sync:
         # find by themselves what is not finite in means that all ranks hold.
         keeps = self.memory is not None or state.codes != () or skipped is not False
         if keeps or (self.precondition is not None and not share.alike):
-            finite = finite_everywhere(share, wanted, means, skipped)
+            finite = finite_everywhere(share, means, skipped)
         out = [as_gradient(x, leaf.dtype) for x, leaf in zip(means, plan.leaves, strict=True)]
         rows, no_room = remembered(self.memory, share, wanted, kept, sums, out, finite)
         codes = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
