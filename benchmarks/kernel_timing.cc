@@ -68,12 +68,12 @@ std::string time_kernel(const Timed& timed, double* seconds) {
   if (world < 1 || world > kMaxWorld) return "world must be in [1, 2^20]";
   if (threads < 1 || threads > kMostThreads) return kFewerThreads;
   const int64_t columns = timed.columns, factors = timed.units.bytes / (2 * sizeof(float));
-  const int64_t rows = factors - columns;
-  if (factors > 0 && (columns < 1 || rows < 1 || size % columns != 0 || size / columns != rows)) {
-    return "units do not fit the leaf";
-  }
+  const bool fits = columns > 0 && columns < factors && size % columns == 0;
+  const int64_t rows = fits ? size / columns : 0;
+  if (factors > 0 && (!fits || rows != factors - columns)) return "units do not fit the leaf";
   const float* const numbers = static_cast<const float*>(timed.units.data);
-  const LeafUnits own{numbers, numbers + rows, columns, factors};
+  LeafUnits own;
+  if (factors > 0) own = {numbers, numbers + rows, columns, factors};
   const LeafUnits* const units = factors > 0 ? &own : nullptr;
   OwnedLayout owned;
   const std::string error =

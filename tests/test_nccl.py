@@ -175,8 +175,8 @@ class Links:
     def __init__(self, seconds_of):
         self.now, self.seconds_of = 0.0, seconds_of
 
-    def collective(self, function):
-        return function.keywords["exchange"]
+    def all_reduce(self, code, exchange):
+        return exchange
 
     def place(self, value_of, values):
         return np.zeros((2, 1), np.float32)

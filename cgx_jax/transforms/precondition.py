@@ -103,7 +103,7 @@ class _Vectors:
         # All ranks must get the same bits, so no order of additions may be left open, as it is in
         # a scatter on GPUs.
         vector = lax.broadcasted_iota(np.int32, (len(self.lengths), len(lines)), 0)
-        return reduce(jnp.where(vector == self.owners, lines, nothing), axis=1)
+        return reduce(jnp.where(vector == self.owners[None], lines[None], nothing), axis=1)
 
     def flat(self, x: jax.Array) -> jax.Array:
         """Returns the vectors of f32[lines, WIDTH] one after the other, f32[N]."""
