@@ -189,27 +189,29 @@ class Axes:
         """Returns `lax.psum` of every leaf, added up in `sum_dtype`; small leaves together."""
         return self._divided(leaves, 1)
 
-    def mean(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    def mean(self, leaves: Sequence[jax.Array], *, floats: bool = False) -> list[jax.Array]:
         """Returns `lax.pmean` of every leaf, like `sum`; divided before it is rounded.
 
-        The mean of a leaf that is known to be the same on all ranks is that leaf.
+        The mean of a leaf that is known to be the same on all ranks is that leaf. Means of integers
+        are the nearest integers, or with `floats` as in lax.
         """
         checked, names = self.checked(), frozenset(self.names)
         kinds = [jax.typeof(x).mat for x in leaves]
         same = [checked and not names & (kind.varying | kind.unreduced) for kind in kinds]
         own = [x for x, known in zip(leaves, same, strict=True) if not known]
-        means = iter(self._divided(own, self.world))
+        means = iter(self._divided(own, self.world, floats))
         pairs = zip(leaves, same, strict=True)
-        return [_as_mean(x) if known else next(means) for x, known in pairs]
+        return [_as_mean(x, floats) if known else next(means) for x, known in pairs]
 
     def scatter(self, leaves: Sequence[jax.Array], *, mean: bool = False) -> list[jax.Array]:
         """Returns this rank's row of the sum or mean of every leaf, [world, ...], like `sum`."""
-        wide = [cast(x, sum_dtype(x.dtype)) for x in leaves]
+        divisor = self.world if mean else 1
+        terms = [_term(x, divisor) for x in leaves]
         scatter = lambda xs: [  # noqa: E731
             lax.psum_scatter(x, self.names, axis_index_groups=self.groups) for x in xs
         ]
-        totals = zip(_together(scatter, wide, rows=True), leaves, strict=True)
-        return [divided(total, self.world if mean else 1, x.dtype) for total, x in totals]
+        totals = zip(_together(scatter, terms, rows=True), leaves, strict=True)
+        return [divided(total, divisor, x.dtype) for total, x in totals]
 
     def gather(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns every rank's leaf, [world, ...]; small leaves travel together.
@@ -224,15 +226,17 @@ class Axes:
             return _together(lambda joined: [self._rows(x).max(0) for x in joined], leaves)
         return _together(self._by(lax.pmax), leaves)
 
-    def _divided(self, leaves: Sequence[jax.Array], divisor: int) -> list[jax.Array]:
+    def _divided(
+        self, leaves: Sequence[jax.Array], divisor: int, floats: bool = False
+    ) -> list[jax.Array]:
         arrays = [jnp.asarray(x) for x in leaves]
-        wide = [cast(x, sum_dtype(x.dtype)) for x in arrays]
+        terms = [_term(x, divisor, floats) for x in arrays]
         add = self._by(lax.psum)
         if self.groups is not None and self.checked():
             # lax.psum refuses groups under check_vma, so gather the group and sum its rows.
             add = lambda xs: [self._rows(x).sum(0, dtype=x.dtype) for x in xs]  # noqa: E731
-        totals = zip(_together(add, wide), arrays, strict=True)
-        return [divided(total, divisor, x.dtype) for total, x in totals]
+        totals = zip(_together(add, terms), arrays, strict=True)
+        return [divided(total, divisor, x.dtype, floats) for total, x in totals]
 
     def _by(self, collective: Callable[..., Any]) -> Callable[[list[jax.Array]], list[jax.Array]]:
         return lambda leaves: collective(leaves, self.names, axis_index_groups=self.groups)
@@ -269,13 +273,39 @@ def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def divided(total: jax.Array, divisor: int, dtype: DTypeLike) -> jax.Array:
-    """Returns a sum of values of `dtype`, or its quotient, in the dtype that lax gives it."""
-    if divisor != 1:
-        total = total / divisor
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            return total  # means of integers are floats
-    return total if dtype == jnp.bool_ else cast(total, dtype)
+def _term(x: jax.Array, divisor: int, floats: bool = False) -> jax.Array:
+    """Returns what is summed of a leaf, in `sum_dtype`.
+
+    The sum of integers that are not narrower may overflow where their mean does not. For a mean,
+    their quotients and remainders are summed, along a new last dimension.
+    """
+    if divisor != 1 and not floats and _fills_sum(x.dtype):
+        return jnp.stack(jnp.divmod(x, divisor), -1)
+    return cast(x, sum_dtype(x.dtype))
+
+
+def _fills_sum(dtype: DTypeLike) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) and sum_dtype(dtype) == dtype
+
+
+def divided(total: jax.Array, divisor: int, dtype: DTypeLike, floats: bool = False) -> jax.Array:
+    """Returns the sum of `_term`s of values of `dtype`, or its quotient.
+
+    A sum has the dtype that lax gives it. The mean of integers is the nearest one, and the even one
+    of two, or with `floats` a float.
+    """
+    if divisor == 1:
+        return total if dtype == jnp.bool_ else cast(total, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return cast(total / divisor, dtype)
+    if floats:
+        return total / divisor
+    # What wraps in between is right in the end, since the mean has room.
+    whole, rest = (total[..., 0], total[..., 1]) if _fills_sum(dtype) else (0, total)
+    more, rest = jnp.divmod(rest, divisor)
+    whole = whole + more
+    up = (2 * rest > divisor) | ((2 * rest == divisor) & (whole % 2 == 1))
+    return cast(whole + up.astype(whole.dtype), dtype)
 
 
 def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Pytree) -> jax.Array:
@@ -290,10 +320,11 @@ def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Pytree) -
     return lax.scan(lambda t, x: (f(t, *x), None), total, (ranks, others), unroll=UNROLL)[0]
 
 
-def _as_mean(x: jax.Array) -> jax.Array:
-    """Returns `x` as `lax.pmean` returns it where all ranks hold it: integers become floats."""
+def _as_mean(x: jax.Array, floats: bool) -> jax.Array:
+    """Returns `x` as `mean` returns it where all ranks hold it."""
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(float))
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return x.astype(jnp.result_type(float)) if floats and not inexact else x
 
 
 def sum_of_rows(rows: jax.Array) -> jax.Array:

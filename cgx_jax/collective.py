@@ -28,11 +28,19 @@ class Collective(enum.Enum):
         return self is not Collective.ALL_GATHER
 
     def exact(
-        self, axes: Axes, leaves: Sequence[jax.Array], *, mean: bool = False
+        self,
+        axes: Axes,
+        leaves: Sequence[jax.Array],
+        *,
+        mean: bool = False,
+        floats: bool = False,
     ) -> list[jax.Array]:
-        """Returns the exact results, or with `mean` the means; sums run in `sum_dtype`."""
+        """Returns the exact results, or with `mean` the means; sums run in `sum_dtype`.
+
+        Means of integers are the nearest integers, or with `floats` as in lax.
+        """
         if self is Collective.ALL_GATHER:
             return axes.gather(leaves)
         if self is Collective.REDUCE_SCATTER:
             return axes.scatter(leaves, mean=mean)
-        return axes.mean(leaves) if mean else axes.sum(leaves)
+        return axes.mean(leaves, floats=floats) if mean else axes.sum(leaves)

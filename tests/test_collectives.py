@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 import warnings
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -293,6 +294,46 @@ def test_integers_go_exact_beside_compressed_leaves():
     tree = {"w": normal(WORLD, 40, 50), "n": numbers}
     got = run_shard_map(psum, tree)
     np.testing.assert_array_equal(got["n"], tree["n"].sum(0))
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int8", "uint16", "int4", "bool"])
+def test_means_of_integers_are_the_nearest_whatever_their_sum(dtype, world):
+    """Of two, the even one; float32 holds neither all integers nor their sums."""
+    least, most = (0, 1) if dtype == "bool" else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    rng = np.random.default_rng(world)
+    x = rng.integers(least, most, (world, 2 * world, 50), endpoint=True)
+    x[:, 0] = least + np.arange(50) % min(most - least + 1, 50)  # alike on all ranks
+    x[:, 1] = most - np.arange(50) % min(most - least + 1, 50)
+    x[1:, 2] = x[:1, 2] + (x[:1, 2] < most)  # halfway between two, for 2 ranks
+    x[:, 3] = np.where(np.arange(50) % 2, least, most)
+    want = np.array([round(Fraction(int(v), world)) for v in x.sum(0).ravel()]).reshape(-1, 50)
+    x = jnp.asarray(x.tolist(), dtype)
+
+    def f(x):
+        sync, scatter = (
+            make("data", Q8, exchange="xla")
+            for make in (cgx_jax.sync_gradients, cgx_jax.scatter_gradients)
+        )
+        tree = {"n": x[0]}
+        return updated(sync, tree)["n"][None], updated(scatter, tree)["n"]
+
+    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
+    call = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=RANKS, out_specs=RANKS, check_vma=False))
+    for got in (call(x)[0][0], call(x)[0][-1], call(x)[1]):
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(got).astype(int), want)
+    assert call.lower(x).as_text().count("stablehlo.all_reduce") == 1
+
+
+def test_an_integer_that_all_ranks_hold_is_its_own_mean():
+    n = np.int32([16777217, 1_000_000_000, -5])
+
+    def f(x):
+        return updated(cgx_jax.sync_gradients("data", exchange="xla"), {"n": n, "x": x[0]})["n"]
+
+    got = mapped(f, out=P())(np.ones((WORLD, 64, 64), np.float32))
+    np.testing.assert_array_equal(got, n)
 
 
 def loss(w, x):

@@ -101,7 +101,7 @@ def pmean_compressed(
     """Returns the mean over the ranks of `axis_name`: `psum_compressed` over the world size.
 
     Takes, returns and raises the same as `psum_compressed`. Sums are divided before they are
-    encoded a second time.
+    encoded a second time. As in `lax.pmean`, means of integers are floats of sums that may wrap.
     """
     options = Options.resolve(
         "pmean_compressed",
@@ -111,6 +111,7 @@ def pmean_compressed(
         reduction=reduction,
         levels=levels,
         mean=True,
+        floats=True,
     )
     return _all_reduce(options, tree, compressor, key)
 

@@ -31,8 +31,9 @@ def count_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def all_finite(arrays: Sequence[Any]) -> jax.Array:
-    """Returns whether all values of all arrays are finite, bool[]."""
+    """Returns whether all values of all arrays are finite, bool[]; integers and bools are."""
     arrays = [jnp.asarray(x) for x in arrays]
+    arrays = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
     coded = [x.ravel() for x in arrays if x.dtype in _NATIVE]
     finite = reference.all_finite([x for x in arrays if x.dtype not in _NATIVE])
     if coded:

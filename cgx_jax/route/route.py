@@ -36,7 +36,8 @@ class Options:
 
     `exchange` is an instance (of `Auto` for "auto"), a `Chooser`, which replaces these options, or
     None for exact sums by `lax.psum`. `reduction` is None for the first reduction that each
-    compressor allows. `overlaps` says that the call runs inside the backward pass.
+    compressor allows. `overlaps` says that the call runs inside the backward pass. `floats` says
+    that means of integers are floats, as in lax; else they are the nearest integers.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Options:
     mean: bool = False
     collective: Collective = Collective.ALL_REDUCE
     overlaps: bool = False
+    floats: bool = False
 
     @classmethod
     def resolve(
@@ -61,11 +63,12 @@ class Options:
         mean: bool = False,
         collective: Collective = Collective.ALL_REDUCE,
         overlaps: bool = False,
+        floats: bool = False,
     ) -> Options:
         """Checks the user's arguments against the bound axes and returns the options."""
         sends, sums = ways_named(name, exchange, reduction, levels, collective)
         axes = Axes.resolve(name, axis_name, groups)
-        return cls(name, axes, sends, sums, levels, mean, collective, overlaps)
+        return cls(name, axes, sends, sums, levels, mean, collective, overlaps, floats)
 
 
 def ways_named(

@@ -191,7 +191,9 @@ def _run_exact(route: Route, values: list[Any]) -> None:
     exact = [i for i in range(len(values)) if i not in sent]
     known = [i for i in exact if isinstance(values[i], bool | int | float | complex)]
     arrays = [i for i in exact if i not in known]
-    summed = options.collective.exact(axes, [values[i] for i in arrays], mean=options.mean)
+    given = [values[i] for i in arrays]
+    how = {"mean": options.mean, "floats": options.floats}
+    summed = options.collective.exact(axes, given, **how)
     for i, x in zip(arrays, summed, strict=True):
         values[i] = x
     for i in known:  # as in lax, the answer is a number, without any communication
