@@ -1,5 +1,6 @@
 """scan_layers: model and gradient equal those of exact layers; one call per layer, one ahead."""
 
+import functools
 import re
 
 import jax
@@ -67,6 +68,42 @@ def test_without_compression_it_is_the_whole_model(count, check_vma, mesh):
     stack = layers(count)
     got = trained(mesh, {"exchange": "xla", **EXACT}, check_vma=check_vma)(EXAMPLES, stack)
     want = jax.jit(jax.value_and_grad(whole_loss, argnums=1))(EXAMPLES, stack)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), got, want)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.quick("1-True-True", "4-True-True", "4-False-False")
+def test_what_the_body_closes_over_is_differentiated(count, check_vma, jit, mesh):
+    """Values that differ between ranks, and one that all ranks hold, by way of another."""
+    stack, shards = layers(count), P(None, "data")
+
+    def loss(run, x, own, scale, stack):
+        steps, double = jnp.arange(len(x)), 2 * scale
+
+        def scaled(x, layer):
+            return body(x, layer) * double + own[steps] * jnp.ones(WIDTH).at[0].set(scale[0])
+
+        return (run(scaled, x, stack) ** 2).sum()
+
+    def of_rank(x, own, scale, stack):
+        run = lambda b, x, s: cgx_jax.scan_layers(b, x, s, "data", exchange="xla", **EXACT)  # noqa: E731
+        grads = jax.grad(functools.partial(loss, run), (0, 1, 2, 3))(x, own, scale, stack)
+        if not check_vma:  # the gradient of what all ranks hold is then that of this rank
+            grads = *grads[:2], lax.psum(grads[2], "data"), grads[3]
+        return grads
+
+    def whole(body, x, stack):
+        for i in range(count):
+            x = body(x, jax.tree.map(lambda leaf: leaf[i], stack))  # noqa: B023
+        return x
+
+    specs = (P("data"), P("data"), P(), {"kernel": shards, "bias": shards})
+    f = jax.shard_map(of_rank, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=check_vma)
+    given = EXAMPLES, EXAMPLES[::-1] / 8, jnp.linspace(0.2, 0.4, WIDTH), stack
+    got = (jax.jit(f) if jit else f)(*given)
+    want = jax.jit(jax.grad(functools.partial(loss, whole), (0, 1, 2, 3)))(*given)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), got, want)
 
 

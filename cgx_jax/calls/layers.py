@@ -47,9 +47,9 @@ def scan_layers(
     it is differentiated.
 
     The backward pass keeps each layer's input, gathers the same weights again and computes `body`
-    again, so the weights of at most two layers are whole at any time. Differentiate with respect to
-    `x` and `shards`. `body` may close over other values. `key` is as in `psum_compressed`.
-    Forward-mode derivatives are not defined.
+    again, so the weights of at most two layers are whole at any time. `body` may close over other
+    values; the gradient with respect to these is as without this call. `key` is as in
+    `psum_compressed`. Forward-mode derivatives are not defined.
 
     Raises ValueError and TypeError as the two calls do, and ValueError for a stack without layers.
     Source: QSDP (Markov et al., ICML 2023) for the scheme.
@@ -64,17 +64,45 @@ def scan_layers(
         )
     layer = jax.eval_shape(lambda shards: _at(shards, 0), shards)
     gather = rows.Gather.of(options, layer, weights, 0, True)
-    stack = _Stack(body, gather, gather.transposed(gradients), count[0])
     varying = options.axes.varying()
     start = jax.tree.map(lambda v: _compat.vary_over(jnp.asarray(v), varying), x)
-    return _scan(stack, start, gather.varying(jax.tree.map(jnp.asarray, shards)), key)
+    shards = gather.varying(jax.tree.map(jnp.asarray, shards))
+    whole = jax.eval_shape(lambda s, k: gather(_at(s, 0), folded(_NAME, k, 0)), shards, key)
+    converted, closed = _converted(body, start, whole)
+    stack = _Stack(converted, gather, gather.transposed(gradients), count[0])
+    return _scan(stack, start, shards, closed, key)
+
+
+def _converted(
+    body: Callable[[Pytree, Pytree], Pytree], x: Pytree, layer: Pytree
+) -> tuple[Callable[[Pytree, Pytree, Pytree], Pytree], list[jax.Array]]:
+    """Returns `body` as a function of a third argument, and that: what may have a derivative.
+
+    JAX finds no derivatives of what a function with its own derivative closes over.
+    """
+    # A new function, so that JAX does not keep what another call of the same body closed over.
+    traced, out = jax.make_jaxpr(lambda x, layer: body(x, layer), return_shape=True)(x, layer)
+    constants = list(traced.consts)
+    closed = [
+        i
+        for i, c in enumerate(constants)
+        if isinstance(c, jax.core.Tracer) and jnp.issubdtype(c.dtype, jnp.inexact)
+    ]
+
+    def converted(x: Pytree, layer: Pytree, values: Pytree) -> Pytree:
+        own = dict(zip(closed, values, strict=True))
+        given = [own.get(i, c) for i, c in enumerate(constants)]
+        results = _compat.evaluate(traced, given, jax.tree.leaves((x, layer)))
+        return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    return converted, [constants[i] for i in closed]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
     """The static part of a call."""
 
-    body: Callable[[Pytree, Pytree], Pytree]
+    body: Callable[[Pytree, Pytree, Pytree], Pytree]
     gathers: rows.Gather
     transposed: Callable[[Pytree, Key], Pytree]
     count: int
@@ -87,9 +115,11 @@ class _Stack:
         """Returns this rank's part of the sum of one layer's gradients."""
         return self.transposed(gradient, folded(_NAME, key, layer))
 
-    def back(self, x: Pytree, whole: Pytree, cotangent: Pytree) -> tuple[Pytree, Pytree]:
-        """Returns the cotangents of one layer's input and weights."""
-        out: tuple[Pytree, Pytree] = jax.vjp(self.body, x, whole)[1](cotangent)
+    def back(
+        self, x: Pytree, whole: Pytree, closed: Pytree, cotangent: Pytree
+    ) -> tuple[Pytree, Pytree, Pytree]:
+        """Returns the cotangents of one layer's input, its weights, and what `body` closes over."""
+        out: tuple[Pytree, Pytree, Pytree] = jax.vjp(self.body, x, whole, closed)[1](cotangent)
         return out
 
 
@@ -102,57 +132,63 @@ def _between(tree: Pytree, first: int, last: int) -> Pytree:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(stack: _Stack, x: Pytree, shards: Pytree, key: Key) -> Pytree:
-    return _forward(stack, x, shards, key)[0]
+def _scan(stack: _Stack, x: Pytree, shards: Pytree, closed: Pytree, key: Key) -> Pytree:
+    return _forward(stack, x, shards, closed, key)[0]
 
 
-def _forward(stack: _Stack, x: Pytree, shards: Pytree, key: Key) -> tuple[Pytree, Pytree]:
+def _forward(
+    stack: _Stack, x: Pytree, shards: Pytree, closed: Pytree, key: Key
+) -> tuple[Pytree, Pytree]:
     def layer(carry: Pytree, following: Pytree) -> tuple[Pytree, Pytree]:
         x, whole = carry
         number, shard = following
         # The gather and the body do not depend on each other, so the next weights arrive while this
         # layer computes.
         ahead = stack.gather(shard, key, number)
-        return (stack.body(x, whole), ahead), x
+        return (stack.body(x, whole, closed), ahead), x
 
     first = stack.gather(_at(shards, 0), key, 0)
     following = jnp.arange(1, stack.count, dtype=jnp.int32), _between(shards, 1, stack.count)
     (x, whole), inputs = lax.scan(layer, (x, first), following)
-    return stack.body(x, whole), (inputs, x, shards, key)
+    return stack.body(x, whole, closed), (inputs, x, shards, closed, key)
 
 
-def _backward(stack: _Stack, saved: Pytree, cotangent: Pytree) -> tuple[Pytree, Pytree, None]:
-    inputs, x, shards, key = saved
+def _backward(
+    stack: _Stack, saved: Pytree, cotangent: Pytree
+) -> tuple[Pytree, Pytree, Pytree, None]:
+    inputs, x, shards, closed, key = saved
     last = stack.count - 1
+    add = functools.partial(jax.tree.map, jnp.add)
 
     def layer(carry: Pytree, before: Pytree) -> tuple[Pytree, Pytree]:
-        cotangent, whole, gradient = carry  # `gradient` is the following layer's
+        # `gradient` is the following layer's, and `total` the sum of those of `closed` so far.
+        cotangent, whole, gradient, total = carry
         number, shard, x = before
         ahead = stack.gather(shard, key, number - 1)
         done = stack.scatter(gradient, key, number + 1)
-        cotangent, gradient = stack.back(x, whole, cotangent)
-        return (cotangent, ahead, gradient), done
+        cotangent, gradient, more = stack.back(x, whole, closed, cotangent)
+        return (cotangent, ahead, gradient, add(total, more)), done
 
     whole = stack.gather(_at(shards, last), key, last)
     if last == 0:
-        cotangent, gradient = stack.back(x, whole, cotangent)
+        cotangent, gradient, total = stack.back(x, whole, closed, cotangent)
         done = stack.scatter(gradient, key, 0)
-        return cotangent, jax.tree.map(lambda leaf: leaf[None], done), None
+        return cotangent, jax.tree.map(lambda leaf: leaf[None], done), total, None
     ahead = stack.gather(_at(shards, last - 1), key, last - 1)
-    cotangent, gradient = stack.back(x, whole, cotangent)
+    cotangent, gradient, total = stack.back(x, whole, closed, cotangent)
     before = (
         jnp.arange(1, last, dtype=jnp.int32),
         _between(shards, 0, last - 1),
         _between(inputs, 1, last),
     )
-    (cotangent, whole, gradient), later = lax.scan(
-        layer, (cotangent, ahead, gradient), before, reverse=True
+    (cotangent, whole, gradient, total), later = lax.scan(
+        layer, (cotangent, ahead, gradient, total), before, reverse=True
     )
     second = stack.scatter(gradient, key, 1)
-    cotangent, gradient = stack.back(_at(inputs, 0), whole, cotangent)
+    cotangent, gradient, more = stack.back(_at(inputs, 0), whole, closed, cotangent)
     first = stack.scatter(gradient, key, 0)
     join = lambda a, b, rest: jnp.concatenate([a[None], b[None], rest])  # noqa: E731
-    return cotangent, jax.tree.map(join, first, second, later), None
+    return cotangent, jax.tree.map(join, first, second, later), add(total, more), None
 
 
 _scan.defvjp(_forward, _backward)
