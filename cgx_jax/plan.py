@@ -7,11 +7,14 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from cgx_jax._types import Pytree
 from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.kernels.wire import FUSION_BYTES
-from cgx_jax.leaves import Leaf, is_bare, leaves_of
+from cgx_jax.leaves import Leaf, is_bare, leaves_of, operand_of
 from cgx_jax.policies.rules import DEFAULT, Policy, Uniform
 from cgx_jax.reductions.named import reduction_of
 
@@ -113,6 +116,15 @@ class Plan:
                 f"{caller}: the tree has {len(leaves)} leaves, but the plan has "
                 f"{len(self.leaves)}; build the plan from the tree that you reduce."
             )
+
+    def require_numbers(self, caller: str) -> None:
+        """Raises TypeError for a leaf of random keys."""
+        for leaf in self.leaves:
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise TypeError(
+                    f"{operand_of(caller, leaf.path)} is {leaf.dtype}, which is no number but a "
+                    "key of jax.random; take it out of the tree."
+                )
 
     def require_stateless(self, caller: str) -> None:
         """Raises ValueError for a leaf whose compressor has state, which the caller would lose."""

@@ -518,6 +518,27 @@ BAD = {
         "leaf 'act' is 'gelu', which is no array; take it out",
         lambda v: psum({"w": v, "act": "gelu"}),
     ),
+    "a random key": (
+        TypeError,
+        "psum_compressed: leaf 'k' is key<fry>, which is no number.*take it out",
+        lambda: shard(lambda v: psum({"w": v, "k": KEY}), X),
+    ),
+    "a random key, to gather": (
+        TypeError,
+        "all_gather_compressed: the operand is key<fry>, which is no number",
+        lambda: shard(lambda v: cgx_jax.all_gather_compressed(KEY, "data"), X),
+    ),
+    "a random key among gradients": (
+        TypeError,
+        "scatter_gradients: leaf 'k' is key<fry>, which is no number",
+        lambda: shard(
+            lambda v: updated(
+                cgx_jax.scatter_gradients("data"),
+                {"w": v[..., :8], "k": jax.random.split(KEY, WORLD)},
+            ),
+            X.reshape(WORLD, 8, -1),
+        ),
+    ),
     "the gradient of an integer": (
         TypeError,
         r"leaf 'n' is the gradient of an integer \(float0\)",

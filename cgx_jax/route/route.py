@@ -200,8 +200,11 @@ def decide(
 
     `in_units` are the numbers of the leaves that are compressed in units. `choices` are those of a
     plan that changes. Raises ValueError for a reduction that is wrong for a compressor, and for a
-    named exchange that lacks a capability that the reduction needs.
+    named exchange that lacks a capability that the reduction needs. Raises TypeError for a leaf of
+    random keys.
     """
+    if not options.overlaps:  # the hook returns what has no gradient as it is
+        plan.require_numbers(options.name)
     if isinstance(options.exchange, Chooser):
         some = [(c,) for c in plan.compressors] if choices is None else choices
         options, plan = options.exchange.chosen(options, plan, some, in_units=bool(in_units))
