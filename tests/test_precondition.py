@@ -190,6 +190,26 @@ def test_world_of_one_and_the_first_steps_are_as_without_it():
         jax.tree.map(lambda r, g, t=t: np.testing.assert_array_equal(r, g[t, 0]), results[t], alone)
 
 
+def test_a_number_among_the_parameters_has_moments_too():
+    w = gradients(2)["w"]
+    tx, mesh = transformation(Quantize(4), SecondMoment(), ErrorFeedback())
+
+    def steps(w):
+        state, means = tx.init({"w": w[0, 0], "number": 2.0}), []
+        for x in w:
+            mean, state = tx.update({"w": x[0], "number": 2.0}, state)
+            means.append(mean)
+        return means
+
+    f = jax.shard_map(steps, mesh=mesh, in_specs=P(None, "data"), out_specs=P(), check_vma=False)
+    got = jax.jit(f)(w)
+    assert [mean["number"] for mean in got] == [2, 2]
+    want, _ = run(tx, mesh, {"w": w})
+    jax.tree.map(np.testing.assert_array_equal, [mean["w"] for mean in got], [x["w"] for x in want])
+    whole = tx.init({"w": np.zeros(w.shape[2:], np.float32), "number": 2.0})
+    assert whole.memory[0]["number"].shape == (WORLD,)
+
+
 def test_a_step_that_is_not_finite_never_happened():
     grads = gradients(3)
     grads["w"][1, 2, 0, 0] = np.nan

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -133,8 +134,11 @@ def init_on_shards(
     """Returns init(params), in which what belongs to a parameter is sharded as `specs` say.
 
     That is an array of the parameter's shape, after the row of a rank, at a path that ends in the
-    parameter's. Inside shard_map, and without a mesh, XLA places the state.
+    parameter's. Inside shard_map, and without a mesh, XLA places the state. Python numbers among
+    the parameters become arrays.
     """
+    numbers = bool | int | float | complex
+    params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, params)
     names = names_of(axis_name)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if specs is None or mesh.empty or is_any_tree(params) or is_bound(names):
