@@ -301,3 +301,20 @@ def test_shardings_for_other_ranks_or_axes_are_refused():
 def test_wrong_memories_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [jax.random.key(0), jnp.float32(1.5), jnp.arange(2), True, 1.5, "1"],
+    ids=["key", "float array", "integers", "bool", "float", "text"],
+)
+@pytest.mark.parametrize("call", ["sync_gradients", "scatter_gradients"])
+def test_seeds_that_are_no_integer_are_refused(call, seed):
+    with pytest.raises(TypeError, match=f"(?s)^{call}: seed=.* is not an integer; pass"):
+        getattr(cgx_jax, call)("data", seed=seed)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**40, np.int64(3), np.array(3), jnp.uint32(3)])
+def test_integers_of_any_kind_are_seeds(seed):
+    cgx_jax.sync_gradients("data", seed=seed)
+    jax.eval_shape(lambda s: cgx_jax.sync_gradients("data", seed=s).init(jnp.ones(3)), np.int32(3))

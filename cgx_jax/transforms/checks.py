@@ -71,8 +71,10 @@ def require_options(caller: str, memory: Any, precondition: Any, seed: Any) -> N
                 f"{caller}: {name}={value!r} is no {kind.__name__}; pass an instance such as "
                 f"cgx_jax.{example}(), or None."
             )
-    if not isinstance(seed, int | np.integer | np.ndarray | jax.Array):
-        raise TypeError(f"{caller}: seed={seed!r} is not an integer.")
+    known = isinstance(seed, int) and not isinstance(seed, bool)
+    whole = jnp.issubdtype(getattr(seed, "dtype", bool), jnp.integer)
+    if not known and (not whole or np.ndim(seed)):
+        raise TypeError(f"{caller}: seed={seed!r} is not an integer; pass a Python int.")
 
 
 def require_type(caller: str, state: Pytree, kind: type) -> None:
