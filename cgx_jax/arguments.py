@@ -38,10 +38,15 @@ def store_whole(config: Any, name: str, low: int | None = None, high: int | None
 
 
 def check_key(caller: str, key: Key) -> None:
-    """Raises TypeError unless `key` is None or a key, typed or of raw data."""
+    """Raises TypeError unless `key` is None or one key, typed or of raw data."""
     dtype: Any = getattr(key, "dtype", bool)
+    typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if typed and np.ndim(key):
+        raise TypeError(
+            f"{caller}: key is {dtype}{list(np.shape(key))}, which are several keys; pass one."
+        )
     raw = dtype == np.uint32 and np.ndim(key) == 1
-    if key is not None and not raw and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if key is not None and not raw and not typed:
         raise TypeError(f"{caller}: key={key!r} is no key; pass key=jax.random.key(n).")
 
 

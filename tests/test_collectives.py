@@ -503,6 +503,18 @@ BAD = {
         "key=3 is no key",
         lambda v: psum(v, compressor=STOCHASTIC, key=3),
     ),
+    "several keys": (
+        TypeError,
+        r"psum_compressed: .*key is key<fry>\[3\], which are several keys; pass one",
+        lambda: shard(lambda v: psum(v, compressor=STOCHASTIC, key=jax.random.split(KEY, 3)), X),
+    ),
+    "several keys, of a hook": (
+        TypeError,
+        r"reduce_in_backward: key is key<fry>\[3\], which are several keys",
+        lambda: shard(
+            lambda v: cgx_jax.reduce_in_backward(v, "data", key=jax.random.split(KEY, 3)), X
+        ),
+    ),
     "a key that is none, of a hook": (
         TypeError,
         "reduce_in_backward: key=3 is no key",
