@@ -264,6 +264,14 @@ def test_nothing_is_counted_where_there_is_room_for_all():
     assert sync(Threshold(0.5), None).init({"w": jnp.zeros((30, 50))}).overflow == ()
 
 
+def test_counts_of_a_traced_state_are_refused():
+    state = sync(Threshold(0.5), ErrorFeedback()).init({"w": jnp.zeros((30, 50))})
+    with pytest.raises(
+        ValueError, match=r"^metrics: the state is traced.*; make this call outside"
+    ):
+        jax.jit(metrics)(state)
+
+
 def test_exact_leaves_keep_their_momentum():
     grads = normal(3, WORLD, 4, 5)
     _, kept = run(Identity(), MomentumCorrection(0.5), grads)

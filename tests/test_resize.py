@@ -212,3 +212,9 @@ def differing():
 def test_what_cannot_be_resized_is_refused(make, world, says):
     with pytest.raises(ValueError, match=f"^resize_state: .*{says}"):
         resize_state(make(), world)
+
+
+def test_a_traced_state_is_refused():
+    state = local(2).init({"w": jnp.zeros(SHAPE)})
+    with pytest.raises(ValueError, match=r"^resize_state: the state is traced.*; make this call"):
+        jax.jit(lambda state: resize_state(state, 3))(state)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cgx_jax._types import Pytree
 from cgx_jax.leaves import leaves_of
-from cgx_jax.transforms.state import sync_states
+from cgx_jax.transforms.state import require_concrete, sync_states
 
 
 def metrics(state: Pytree) -> dict[str, int]:
@@ -27,8 +27,9 @@ def metrics(state: Pytree) -> dict[str, int]:
       found no room, which wait in the memory. A leaf whose code always has room has 0.
 
     Counts are over the ranks of this process. The call waits for the step. Raises ValueError for a
-    state that was restored without a target.
+    state that was restored without a target, and inside jit.
     """
+    require_concrete("metrics", state)
     out: dict[str, int] = {}
     skipped: list[int] = []
     for sync in sync_states("metrics", state):

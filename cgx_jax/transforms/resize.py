@@ -10,7 +10,7 @@ import numpy as np
 
 from cgx_jax._types import Pytree
 from cgx_jax.arguments import whole_number
-from cgx_jax.transforms.state import PerRank, map_parts, ranks_in, sync_states
+from cgx_jax.transforms.state import PerRank, map_parts, ranks_in, require_concrete, sync_states
 
 _NAME = "resize_state"
 
@@ -33,10 +33,11 @@ def resize_state(state: Pytree, world: int) -> Pytree:
 
     Raises TypeError or ValueError for a world that is not an integer of 1 or more. Raises
     ValueError for a state of neither transformation or restored without a target, for rows of
-    different numbers of ranks, for rows on several processes, and for rows of integers that differ,
-    since these have no mean.
+    different numbers of ranks, for rows on several processes, for rows of integers that differ,
+    since these have no mean, and inside jit.
     """
     world = whole_number(_NAME, "world", world, 1)
+    require_concrete(_NAME, state)
     if not sync_states(_NAME, state):
         raise ValueError(
             f"{_NAME}: the state holds no state of sync_gradients or diloco; pass the state "

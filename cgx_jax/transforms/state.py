@@ -227,6 +227,15 @@ def sync_states(caller: str, state: Pytree) -> list[SyncState]:
     return [x if isinstance(x, SyncState) else SyncState(**(empty | x)) for x in found]
 
 
+def require_concrete(caller: str, state: Pytree) -> None:
+    """Raises ValueError for a state whose arrays have no values yet."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+        raise ValueError(
+            f"{caller}: the state is traced, as in jit or shard_map, and has no values yet; make "
+            "this call outside, on the state that the step returns."
+        )
+
+
 def _kind(caller: str, x: Any, expected: type | None = None) -> type | None:
     """Returns which of the states `x` is; None if it is none of them.
 
