@@ -171,6 +171,31 @@ def test_parameters_that_are_hooked_once_on_each_path_are_not_refused(name, comp
         np.testing.assert_allclose(got["b"], of_all_ranks(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_hessian_times_a_vector_is_a_sum_in_forward_mode_and_refused_in_reverse(check_vma, mesh):
+    p, v = PARAMS["b"], np.linspace(-1, 1, 40, dtype=np.float32)
+    forward = lambda f, x: jax.jvp(jax.grad(lambda p: f(p, x)), (p,), (v,))[1]  # noqa: E731
+    reverse = lambda f, x: jax.grad(lambda p: jax.grad(f)(p, x) @ v)(p)  # noqa: E731
+
+    def on_ranks(product):
+        hooked = lambda p, x: loss(reduce_in_backward(p, "data", Identity()), x)  # noqa: E731
+        return jax.jit(
+            jax.shard_map(
+                lambda x: product(hooked, x[0]),
+                mesh=mesh,
+                in_specs=P("data"),
+                out_specs=P(),
+                check_vma=check_vma,
+            )
+        )(POINTS)
+
+    want = sum(forward(loss, x) for x in POINTS)
+    np.testing.assert_allclose(on_ranks(forward), want, rtol=1e-5, atol=1e-5)
+    says = r"^reduce_in_backward: the operand is differentiated twice in reverse mode.*jax\.jvp"
+    with pytest.raises(ValueError, match=says):
+        on_ranks(reverse)
+
+
 def test_a_cast_inside_the_differentiated_function_is_refused(mesh):
     """Its gradient is another sum over the ranks."""
     inside = lambda p, x: loss(hook(jax.lax.pcast(p, "data", to="varying")), x)  # noqa: E731

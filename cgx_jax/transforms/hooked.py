@@ -17,7 +17,8 @@ from cgx_jax import _compat
 from cgx_jax._types import Pytree
 from cgx_jax.leaves import operand_of
 
-_NEXT = {"value": "tangent", "tangent": "cotangent", "cotangent": "tangent"}
+# What the transpose of a mark is. A derivative of a gradient is marked as such both ways.
+_TRANSPOSED = {"tangent": "cotangent", "cotangent": "tangent", "second": "second"}
 
 
 def mark(name: str, path: str, x: Any, axes: Sequence[str]) -> Any:
@@ -35,6 +36,10 @@ def mark(name: str, path: str, x: Any, axes: Sequence[str]) -> Any:
 
 
 def _refuse(x: Any, *, name: str, path: str, axes: tuple[Any, ...], casts: bool = False) -> None:
+    def second(equation: Any) -> Any:
+        """Whether this equation marks a derivative of a gradient."""
+        return equation.primitive is _mark_p and equation.params["kind"] == "second"
+
     def summed(equation: Any) -> Any:
         """Returns the axis over which the gradient is summed at this equation, or None."""
         params = equation.params
@@ -44,7 +49,14 @@ def _refuse(x: Any, *, name: str, path: str, axes: tuple[Any, ...], casts: bool 
             return next((n for n in axes if n in params["axes"]), None)
         return None
 
-    if found := _marked(x, summed):
+    found = _marked(x, summed)
+    if found and _marked(x, second):
+        raise ValueError(
+            f"{operand_of(name, path)} is differentiated twice in reverse mode, but {name} sums "
+            "only gradients. For a Hessian times v, take the forward derivative of the gradient: "
+            "jax.jvp(jax.grad(loss), (params,), (v,))[1]."
+        )
+    if found:
         raise ValueError(
             f"{operand_of(name, path)} depends on parameters whose gradient is summed over axis "
             f"{found!r} already: they are hooked, or jax.lax.pcast makes them vary inside the "
@@ -58,7 +70,8 @@ def _jvp(primals: Pytree, tangents: Pytree, **params: Any) -> Any:
     out = _mark_p.bind(x, **params)
     if type(t) is ad.Zero:
         return out, t
-    return out, _mark_p.bind(t, **params | {"kind": "tangent"})
+    kind = "tangent" if params["kind"] == "value" else "second"
+    return out, _mark_p.bind(t, **params | {"kind": kind})
 
 
 def _transpose(cotangent: Pytree, x: Any, *, kind: str, **params: Any) -> Any:
@@ -66,7 +79,7 @@ def _transpose(cotangent: Pytree, x: Any, *, kind: str, **params: Any) -> Any:
         return [cotangent]
     if kind == "tangent":
         _refuse(cotangent, **params)
-    return [_mark_p.bind(cotangent, kind=_NEXT[kind], **params)]
+    return [_mark_p.bind(cotangent, kind=_TRANSPOSED[kind], **params)]
 
 
 _mark_p = _compat.identity("cgx_hooked")
