@@ -383,6 +383,10 @@ REFUSED = {
     "unknown in_specs": (
         lambda p, x, y: vag(in_specs={"z": P()})(p, x, y), r"in_specs has \['z'\].*\['x', 'y'\]"
     ),
+    "in_specs by name and by position": (
+        lambda p, x, y: vag(in_specs={"x": P(), 1: P("data")})(p, x, y),
+        r"in_specs has both 'x' and 1, .* one argument; leave out one",
+    ),
     "in_specs that are no specs": (
         lambda p, x, y: vag(in_specs={"x": "data"})(p, x, y), r"has 'data'; use P\('data'\)"
     ),

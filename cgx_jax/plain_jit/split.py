@@ -154,11 +154,16 @@ def _given(
     specs: list[Spec | None] = []
     rest = set(in_specs)
     for number, argument in enumerate(arguments):
-        keys = {argument.name, argument.position} & rest
+        keys = [key for key in (argument.name, argument.position) if key in rest]
+        if len(keys) > 1:
+            raise ValueError(
+                f"{CALLER}: in_specs has both {keys[0]!r} and {keys[1]}, which are the name and "
+                "the position of one argument; leave out one of them."
+            )
         if keys and not argument.wanted:
-            rest -= keys
+            rest -= {*keys}
             specs += argument.broadcast(
-                in_specs[keys.pop()],
+                in_specs[keys[0]],
                 f"in_specs[{argument.name!r}] is not a prefix of that argument",
             )
         specs += [None] * (sum(p.argument <= number for p in places) - len(specs))
