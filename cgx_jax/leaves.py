@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,7 @@ def leaves_of(tree: Pytree, caller: str = "cgx_jax") -> list[Leaf]:
     Raises TypeError for anything else, and for the gradients that JAX gives integers.
     """
     out = []
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, x in with_paths(tree):
         if not hasattr(x, "dtype") and not isinstance(x, SCALARS):
             raise TypeError(
                 f"{operand_of(caller, path_of(path))} is {x!r}, which is no array; take it out "
@@ -94,12 +95,36 @@ def where_of(caller: str, path: str) -> str:
 
 
 def path_of(path: Any) -> str:
-    """Returns the name of a key path of JAX's: "layer/kernel"."""
-    # Flax NNX wraps each array in an object with a `value`. Drop that name, so that the leaf is
-    # "kernel" as in Linen.
-    if path and getattr(path[-1], "name", None) == "value":
-        path = path[:-1]
+    """Returns the name of a key path of `with_paths`: "layer/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def with_paths(tree: Pytree) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the leaves of `tree` with their key paths, without the names of NNX's wrappers.
+
+    Flax NNX wraps each array in a variable, as its `value`. Without that name, the leaf is "kernel"
+    as in Linen.
+    """
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable):
+        inner = jax.tree_util.tree_leaves_with_path(x) if _is_variable(x) else [((), x)]
+        array = len(inner) == 1 and len(inner[0][0]) == 1
+        found += [(path if array else (*path, *more), leaf) for more, leaf in inner]
+    return found
+
+
+def map_with_paths(f: Callable[..., Any], tree: Pytree, *others: Pytree) -> Pytree:
+    """Returns f(path, leaf, ...) of each leaf of trees alike, with the paths of `with_paths`."""
+    treedef: jax.tree_util.PyTreeDef = jax.tree.structure(tree)
+    rest = zip(*map(treedef.flatten_up_to, others), strict=True)
+    leaves = zip(with_paths(tree), rest, strict=True)
+    return treedef.unflatten(f(path, x, *more) for (path, x), more in leaves)
+
+
+def _is_variable(x: object) -> bool:
+    """Whether `x` is a variable of Flax NNX, without importing Flax."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Variable)
 
 
 def dimensions_of(caller: str, argument: str, given: Dimensions, tree: Pytree) -> list[int]:
@@ -112,7 +137,7 @@ def dimensions_of(caller: str, argument: str, given: Dimensions, tree: Pytree) -
         try:
             found = expanded(given, tree)
         except ValueError as error:
-            ours = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(given)[0]]
+            ours = [path_of(path) for path, _ in with_paths(given)]
             reason = _difference(ours, paths) or str(error)
             raise ValueError(
                 f"{caller}: {argument} does not fit the tree: {reason}. Pass an int for each leaf "

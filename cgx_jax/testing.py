@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import tree_leaves_with_path
+from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from cgx_jax._types import AxisName, Pytree
@@ -25,7 +25,8 @@ from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor, Quantize
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.exchanges import Exchange, Xla
-from cgx_jax.plain_jit.arguments import is_nnx, keystr, nnx
+from cgx_jax.leaves import with_paths
+from cgx_jax.plain_jit.arguments import is_nnx, nnx
 from cgx_jax.plain_jit.value_and_grad import value_and_grad
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Rules
@@ -237,7 +238,7 @@ def check_loss(
         state = [nnx().state(x) for x in given if is_nnx(x)]
         parts = {"value": value, "aux": aux, "state": state, "gradient": grads}
         return {
-            part: {part + keystr(path): _numbers(x) for path, x in tree_leaves_with_path(tree)}
+            part: {part + keystr(path): _numbers(x) for path, x in with_paths(tree)}
             for part, tree in parts.items()
         }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,27 @@ def test_names_of_flax_nnx_linen_and_bare_trees_are_matched():
         rules = Rules([Rule(Q2, path=r"kernel$")], Q8)
         assert len(takes(tree, rules, Q2)) == 1, (name, chosen(tree, Q4))
         assert not takes(tree, rules, Q8)
+
+
+class Heads(NamedTuple):
+    policy: jax.Array
+    value: jax.Array
+
+
+def test_only_the_wrappers_of_nnx_leave_out_their_name():
+    heads = Heads(jnp.zeros((64, 64)), jnp.zeros((64, 64)))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.heads = nnx.data(Heads(*map(nnx.Param, heads)))
+            self.value = nnx.Param(heads.value)
+
+    assert chosen({"h": heads}, Q4).keys() == {"h/policy", "h/value"}
+    assert takes({"h": heads}, Rules([Rule(Q2, path="value$")], Q8), Q2) == ["h/value"]
+    plan = Plan.build({"h": heads}, Q4, overrides={"h/value": Q2})
+    assert plan.compressors == (Q4, Q2)
+    for tree in (nnx.state(Model()), Model()):
+        assert chosen(tree, Q4).keys() == {"heads/policy", "heads/value", "value"}
 
 
 # Paths as the libraries write them: Linen, NNX, Haiku, Equinox, Keras, PyTorch and plain trees.

@@ -1,5 +1,6 @@
 """value_and_grad: what it differentiates and splits, and what it refuses."""
 
+import collections
 import functools
 import logging
 import re
@@ -320,6 +321,8 @@ def named_array():
     return Named
 
 
+Pair = collections.namedtuple("Pair", ["x", "value"])
+
 REFUSED = {
     "no mesh": (lambda p, x, y: vag(mesh=None)(p, x, y), r"no mesh .*'data'.*jax.set_mesh"),
     "wrong axis": (
@@ -333,6 +336,10 @@ REFUSED = {
     "a tree": (
         lambda p, x, y: vag(lambda p, b: loss_fn(p, *b))(p, (x, y[:32])),
         r"b\[0\] float32\[64,32\], b\[1\] float32\[32,32\].*in_specs=.*'b': \(P\('data'\), P\(\)\)",
+    ),
+    "a named tuple": (
+        lambda p, x, y: vag(lambda p, b: loss_fn(p, *b))(p, Pair(x, y[:32])),
+        r"b\.x float32\[64,32\], b\.value float32\[32,32\]",
     ),
     "a teacher": (
         lambda p, x, y: vag(lambda p, t, x, y: loss_fn(p, x, y))(p, p, x, y),

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_jax._types import Pytree, Shaped
 from cgx_jax.axes import axes_by_dimension
-from cgx_jax.leaves import expanded
+from cgx_jax.leaves import expanded, with_paths
 from cgx_jax.transforms.inner_axes import written
 
 CALLER = "value_and_grad"
@@ -112,16 +112,15 @@ class Argument:
                 f"{CALLER}: argnums has a DiffState for {name}, which is not an NNX object; pass "
                 "its position."
             )
-        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         leaves, arrays, places = [], [], []
-        for path, x in flat:
+        for path, x in with_paths(tree):
             if wanted is not None and isinstance(x, (float, complex)):
                 x = jnp.asarray(x)
             if not is_array(x):
                 leaves.append((False, x))
                 continue
             leaves.append((True, None))
-            where = name + keystr(path[1:] if graph is not None else path)
+            where = name + jax.tree_util.keystr(path[1:] if graph is not None else path)
             trained = wanted is not None and jnp.issubdtype(x.dtype, jnp.inexact)
             if graph is not None:
                 trained = trained and path[0].idx == 0
@@ -132,6 +131,7 @@ class Argument:
                 )
             places.append(Place(where, number, trained))
             arrays.append(x)
+        treedef = jax.tree.structure(tree)
         made = cls(name, position, wanted is not None, graph, treedef, tuple(leaves), part)
         return made, arrays, places
 
@@ -230,12 +230,12 @@ def variable_of(function: Any, x: Any) -> str:
     )
     for name, cell in cells:
         try:
-            leaves = jax.tree_util.tree_leaves_with_path(cell.cell_contents)
+            leaves = with_paths(cell.cell_contents)
         except ValueError:  # an empty cell
             continue
         for path, leaf in leaves:
             if leaf is x:
-                return f"{name}{keystr(path)} "
+                return f"{name}{jax.tree_util.keystr(path)} "
     return ""
 
 

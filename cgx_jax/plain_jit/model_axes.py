@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cgx_jax._types import Pytree
-from cgx_jax.leaves import path_of
+from cgx_jax.leaves import path_of, with_paths
 from cgx_jax.plain_jit.arguments import (
     CALLER,
     Argument,
@@ -122,7 +122,7 @@ def _asked(
 ) -> list[Any]:
     """Returns what the function `specs` says of each array of a differentiated argument."""
     numbers = [n if place.trained else None for n, place in enumerate(places)]
-    tree = jax.tree_util.tree_leaves_with_path(argument.parameters(numbers))
+    tree = with_paths(argument.parameters(numbers))
     paths = {n: f"{lead}{path_of(path)}".rstrip("/") for path, n in tree}
     entries = [specs(paths[n]) if n in paths else None for n in range(len(places))]
     for n, entry in enumerate(entries):

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Pytree
-from cgx_jax.leaves import Leaf, path_of
+from cgx_jax.leaves import Leaf, path_of, with_paths
 from cgx_jax.plan import Plan
 from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.statistics import Statistics
@@ -207,14 +207,12 @@ def require_paths(
     """
     ours = [leaf.path for leaf in expected.leaves]
     known = frozenset(ours)
-    stop = lambda path, _: subtrees and path_of(path) in known  # noqa: E731
+    stop = lambda path, _: path_of(path) in known  # noqa: E731
+    flat = functools.partial(
+        jax.tree_util.tree_leaves_with_path, is_leaf=stop, is_leaf_takes_path=True
+    )
     theirs = [
-        [
-            path_of(path)
-            for path, _ in jax.tree_util.tree_flatten_with_path(
-                tree, stop, is_leaf_takes_path=True
-            )[0]
-        ]
+        [path_of(path) for path, _ in (flat if subtrees else with_paths)(tree)]
         for tree in trees
         if jax.tree.structure(tree) != expected.treedef
     ]

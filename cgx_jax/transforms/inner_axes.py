@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
 from cgx_jax.axes import axes_by_dimension, names_of, require_axes
-from cgx_jax.leaves import leaves_of, path_of
+from cgx_jax.leaves import leaves_of, map_with_paths, path_of
 from cgx_jax.transforms.checks import require_whole
 from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.own_rows import is_bound
@@ -176,7 +176,7 @@ def _placed(
         return x
 
     axis: Any = names if len(names) > 1 else names[0]
-    return jax.tree_util.tree_map_with_path(place, state, state_specs(state, axis))
+    return map_with_paths(place, state, state_specs(state, axis))
 
 
 def on_shards(

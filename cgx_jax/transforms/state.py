@@ -16,7 +16,7 @@ from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
 from cgx_jax.axes import Axes, names_of, require_axes
 from cgx_jax.compressors import Compressor
-from cgx_jax.leaves import Leaf, leaves_of, path_of
+from cgx_jax.leaves import Leaf, leaves_of, map_with_paths, path_of
 from cgx_jax.plan import Plan
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row, rows_of
@@ -171,7 +171,8 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
             )
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(check, state_specs(state, axis_name), state)
+    specs = state_specs(state, axis_name)
+    return map_with_paths(lambda path, x, spec: check(path, spec, x), state, specs)
 
 
 def map_parts(
