@@ -91,8 +91,9 @@ class Plan:
         Compressed leaves count by the first reduction that their compressor allows. Exact leaves
         count as in a ring all-reduce, 2 (world - 1) / world of their bytes; 16-bit leaves are
         summed in fp32. The plan does not know the exchange, so a buffer that `exchange="auto"`
-        sends by psum counts as compressed.
+        sends by psum counts as compressed. Raises TypeError for a leaf of random keys.
         """
+        self.require_numbers("Plan.wire_bytes")
         total = 0
         for buffer in self.buffers:
             coded = self.coded(buffer)

@@ -101,6 +101,13 @@ def test_the_table_does_not_depend_on_the_mesh_around_it():
     assert inside == plan_table(plan, 4)
 
 
+@pytest.mark.parametrize("call", [plan_table, lambda plan: plan.wire_bytes(4)])
+def test_random_keys_have_no_bytes_that_travel(call):
+    plan = Plan.build({"w": np.zeros((64, 64), np.float32), "k": jax.random.key(0)})
+    with pytest.raises(TypeError, match=r"^(plan_table|Plan\.wire_bytes): leaf 'k' is key<fry>"):
+        call(plan)
+
+
 def test_spans_cover_every_value_once_beyond_32_bits():
     from cgx_jax.kernels.wire import Layout, spans
 

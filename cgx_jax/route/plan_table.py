@@ -20,8 +20,9 @@ def plan_table(plan: Plan, world: int | None = None) -> str:
     With `world`, a number of ranks, the table also has the method that `exchange="auto"` takes for
     each leaf. It depends on the active profile, or on the size if there is none. A leaf with the
     method "psum" is sent uncompressed. Raises ValueError if the profile was measured at another
-    world size.
+    world size, and TypeError for a leaf of random keys.
     """
+    plan.require_numbers("plan_table")
     way_of: dict[int, Way | None] = {}
     if world is not None:
         options = Options("plan_table", Axes((), None, world), Auto())
