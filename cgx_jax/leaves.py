@@ -116,9 +116,9 @@ def with_paths(tree: Pytree) -> list[tuple[tuple[Any, ...], Any]]:
 def map_with_paths(f: Callable[..., Any], tree: Pytree, *others: Pytree) -> Pytree:
     """Returns f(path, leaf, ...) of each leaf of trees alike, with the paths of `with_paths`."""
     treedef: jax.tree_util.PyTreeDef = jax.tree.structure(tree)
-    rest = zip(*map(treedef.flatten_up_to, others), strict=True)
-    leaves = zip(with_paths(tree), rest, strict=True)
-    return treedef.unflatten(f(path, x, *more) for (path, x), more in leaves)
+    paths, leaves = zip(*with_paths(tree), strict=True) if treedef.num_leaves else ((), ())
+    rest = map(treedef.flatten_up_to, others)
+    return treedef.unflatten(map(f, paths, leaves, *rest))
 
 
 def _is_variable(x: object) -> bool:

@@ -174,11 +174,6 @@ def line(spec: Any) -> Line:
     return Line(written(spec))
 
 
-def keystr(path: Any) -> str:
-    """Formats a path; NNX wraps each array in a variable, which is left out."""
-    return str(jax.tree_util.keystr(path)).removesuffix(".value")
-
-
 def _filters(part: Any) -> tuple[Any, ...]:
     """Returns the filters that split an NNX object into (parameters, rest), or into the rest."""
     return (...,) if part is None else (part, ...)

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
 from cgx_jax import _compat
 from cgx_jax._types import Pytree
-from cgx_jax.leaves import SCALARS
+from cgx_jax.leaves import SCALARS, map_with_paths, path_of, with_paths
 from cgx_jax.plain_jit.arguments import (
     CALLER,
     Argument,
     Line,
     Place,
     broadcast,
-    keystr,
     known_spec,
     line,
     shown,
@@ -238,7 +238,7 @@ class Program:
         losses = tuple(map(jnp.asarray, losses))
         if self.ratio and not jnp.issubdtype(losses[1].dtype, jnp.floating):
             losses = losses[0], losses[1].astype(losses[0].dtype)
-        for path, x in jax.tree_util.tree_leaves_with_path(aux):
+        for path, x in with_paths(aux):
             if not isinstance(x, _NUMBERS):
                 raise TypeError(f"{CALLER}: aux{keystr(path)} is {x!r}, which is no array.")
         rests = [a.rest(v) for v, a in pairs if a.graph is not None]
@@ -325,7 +325,7 @@ class Program:
         wrong = [("the loss", value)] if value.output is not None else []
         wrong += [
             (f"the gradient of {keystr(path)}", found)
-            for path, found in jax.tree_util.tree_leaves_with_path(grads)
+            for path, found in with_paths(grads)
             if found.output not in ("mean", None)
         ]
         if wrong:
@@ -345,7 +345,7 @@ class Program:
     ) -> tuple[Pytree, Pytree]:
         """Returns trees of `Output`. `aux` and `rests` hold a `Found`, or avals if not checked."""
         avals = traced.parts(traced.jaxpr.out_avals)[1]
-        leaves = jax.tree_util.tree_leaves_with_path(avals)
+        leaves = with_paths(avals)
         found = [x if isinstance(x, Found) else None for x in jax.tree.leaves(aux)]
         if self.has_aux and aux_specs is None and leaves:
             suggested = [x.suggestion(self.ranks) if x else Line('"?"') for x in found]
@@ -355,14 +355,14 @@ class Program:
                 f"aux_specs={jax.tree.unflatten(jax.tree.structure(avals), suggested)!r}."
             )
         if callable(aux_specs):
-            given = [aux_specs(_plain(path)) for path, _ in leaves]
+            given = [aux_specs(path_of(path)) for path, _ in leaves]
         else:
             given = broadcast(aux_specs, avals, "aux_specs is not a prefix of the auxiliary output")
         specs = [
             self._output(f"aux{keystr(path)} {shown(aval)}", len(aval.shape), spec, x)
             for (path, aval), spec, x in zip(leaves, given, found, strict=True)
         ]
-        states = jax.tree_util.tree_map_with_path(self._state, rests)
+        states = map_with_paths(self._state, rests)
         return jax.tree.unflatten(jax.tree.structure(avals), specs), states
 
     def _output(self, where: str, ndim: int, spec: Any, found: Found | None) -> Output:
@@ -450,10 +450,6 @@ def _shape_of(x: Any, split: Split, times: int, world: int = 1) -> jax.ShapeDtyp
 
 def _untyped(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
-
-
-def _plain(path: Any) -> str:
-    return str(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
 def _kind(x: object) -> str:
