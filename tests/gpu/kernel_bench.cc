@@ -349,7 +349,8 @@ class Bench {
     if (!units_) return {};
     const auto* const rows = static_cast<const float*>(first);
     const int64_t count = leaf_ / columns_;
-    return std::vector<cgx::LeafUnits>(case_.leaves, {rows, rows + 2 * count, count, columns_});
+    const cgx::LeafUnits one{rows, rows + count, columns_, count + columns_};
+    return std::vector<cgx::LeafUnits>(case_.leaves, one);
   }
   static std::unique_ptr<DeviceMemory> make(int64_t bytes) {
     return std::make_unique<DeviceMemory>(std::max<int64_t>(bytes, 16));

@@ -414,8 +414,7 @@ void large_offsets(int64_t rotation, int64_t segment) {
                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   };
   cgx::OwnedLayout owned;
-  check(owned.build({{size, 8, 512, 1, 0, rotation, segment}}, 2).empty(),
-        "large offsets: layout");
+  check(owned.build({{size, 8, 512, 1, 0, rotation, segment}}, 2).empty(), "large offsets: layout");
   const cgx::Layout layout = owned.view();
   char *const x = reserve(bytes), *const y = reserve(bytes), *const z = reserve(bytes);
   char *const payload = reserve(2 * layout.chunk_bytes), *const expected =
