@@ -369,9 +369,9 @@ def test_moments_are_as_small_as_rows_and_columns_and_few():
     params = {f"w{i}": jnp.zeros((3, 4 + i, 50)) for i in range(4)} | {"long": jnp.zeros((300, 9))}
     params |= {"vector": jnp.zeros(7), "scalar": jnp.zeros(()), "empty": jnp.zeros((0, 3))}
     moments = cgx_jax.sync_gradients("data", precondition=SecondMoment()).init(params).moments
-    # Two vectors a leaf, each in lines of its own, or up to a multiple of four.
+    # Two vectors a leaf, each in lines of its own, or up to a multiple of 16.
     assert moments.shares.shape == (4 * (1 + 2) + (10 + 1) + 3 * (1 + 1), 32)
-    assert moments.factors.shape == (2, (12 + 16 + 20 + 24) + 4 * 52 + (300 + 12) + (12 + 8 + 8))
+    assert moments.factors.shape == (2, (16 + 16 + 32 + 32) + 4 * 64 + (304 + 16) + 3 * (16 + 16))
     assert moments.weights.shape == (len(params), 3)
     assert moments.lines == {name: i for i, name in enumerate(sorted(params))}
 

@@ -60,7 +60,7 @@ def decoded(x: jax.Array, unit: Unit, dtype: DTypeLike, *, batch: int = 1) -> ja
 
 
 def narrowed(x: jax.Array, dtype: DTypeLike, infinite: jax.Array | None = None) -> jax.Array:
-    """Returns `x` in a dtype, with finite values clipped; `infinite` ones may be given."""
+    """Returns `x` in `dtype`. Finite values stay finite; `infinite` says where `x` is not."""
     most = np.float32(jnp.finfo(dtype).max)
     infinite = jnp.isinf(x) if infinite is None else infinite
     return jnp.where(infinite, x, jnp.clip(x, -most, most)).astype(dtype)

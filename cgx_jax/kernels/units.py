@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from cgx_jax._types import Unit
 from cgx_jax.kernels.wire import UnitPlace
 
-ALIGNED = 4  # factors: kernels read so many at once
+ALIGNED = 16  # factors: a kernel's vector, and a line of a cache
 
 
 @functools.partial(
@@ -52,9 +52,6 @@ class Units:
             places.append(UnitPlace(unit[0].shape[1], unit[1].shape[1], *starts))
         return cls(jnp.concatenate(parts, axis=1), tuple(places)) if parts else None
 
-    def __len__(self) -> int:
-        return len(self.places)
-
     def __getitem__(self, leaf: int) -> Unit:
         place = self.places[leaf]
         if place is None:
@@ -63,7 +60,7 @@ class Units:
         return rows, self.factors[..., place.columns : place.columns + place.num_columns]
 
     def __iter__(self) -> Iterator[Unit]:
-        return (self[leaf] for leaf in range(len(self)))
+        return map(self.__getitem__, range(len(self.places)))
 
     def replaced(self, changed: Mapping[int, Unit]) -> Units:
         """Returns these units with other ones for some leaves, by number."""

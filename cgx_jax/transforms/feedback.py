@@ -56,7 +56,7 @@ def compensated(
 
     `before` are the leaves' states on this rank. The memory computes in the widest dtype of the
     gradient and its state, since `init` chose the state's dtypes by the parameters. `compressed`
-    leaves are sent in that dtype, so that no rounding of their residuals is lost.
+    leaves are sent in fp32, in which their residuals then come back.
     """
     if memory is None:
         return list(leaves), []
