@@ -74,13 +74,13 @@ class Ring(PartialSums):
 
         # No loop: XLA orders the collectives of a program, but not a loop's with those outside it.
         payload, lost = encode(0, own(0))
-        hops = [lost]
+        hops = [lost or []]
         for hop in range(1, world):
             received = job.exchange.permute(job.name, payload, job.axes, to_next)
             mine = own(hop)
             before = code.sum(received[None], mine, None, 1)
             payload, lost = encode(hop, [x + y for x, y in zip(before, mine, strict=True)])
-            hops.append(lost)
+            hops.append(lost or [])
         sums = [payload]  # of the chunks of the next rank, of this one, of the one before, ...
         for _ in range(1, world):
             sums.append(job.exchange.permute(job.name, sums[-1], job.axes, to_next))
