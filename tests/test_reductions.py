@@ -80,6 +80,9 @@ TRANSFORMED = {
         jax.vmap(jax.vmap(lambda v: call(v, BOTH), axis_name="model"), axis_name="data")
     )(x.reshape(4, 2, *SHAPE))[1, 1],
     "two axes": lambda call, one, two, x: summed_by(lambda v: call(v, BOTH), two)(x),
+    "two axes in another order": lambda call, one, two, x: summed_by(
+        lambda v: call(v, BOTH[::-1]), two
+    )(x.reshape(2, 4, *SHAPE).swapaxes(0, 1).reshape(x.shape)),
     "scan": lambda call, one, two, x: summed_by(
         lambda v: lax.scan(lambda c, _: (call(v + 0 * c), None), call(v), length=2)[0], one
     )(x),
@@ -92,7 +95,7 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("way", TRANSFORMED)
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.quick("ring-vmap over two axes", "ring-vmap inside", "ring-scan")
+@pytest.mark.quick("ring-vmap over two axes", "ring-vmap inside", "ring-scan", "ring-*order")
 def test_transformations_agree_bit_for_bit(name, way, mesh, mesh_2d):
     x = normal(8, *SHAPE)
     want = summed(name, mesh)(x)

@@ -333,7 +333,14 @@ LOSSES = {
         lambda p, x, y: jnp.square(errors_of(p, x, y)[:, None] - errors_of(p, x, y)).mean(),
         r"between examples: 'sub' float32\[8,8\]",
     ),
-    "sorted": (lambda p, x, y: jnp.sort(errors_of(p, x, y))[:4].mean(), r"examples: 'sort'"),
+    "sorted": (
+        lambda p, x, y: jnp.sort(errors_of(p, x, y))[:4].mean(),
+        r"examples: 'sort' float32\[8\] \(test_value",
+    ),
+    "a diagonal": (
+        lambda p, x, y: jnp.diagonal(x @ p["a"]["w"]).mean(),
+        r"program itself depends on the batch size: 'jit' with \d operands on a rank.*\(test_value",
+    ),
     "a custom derivative": (
         lambda p, x, y: (
             loss_fn(p, centered(x @ jnp.eye(32)), y) + jnp.mean(centered(x @ p["a"]["w"]))
@@ -536,13 +543,30 @@ def test_a_mean_over_the_examples_is_taken(case, honest):
         check_close(vag(loss)(params, x, y), jax.jit(one)(params, x, y))
 
 
-def test_means_of_integers_keep_their_dtype(case):
+@pytest.mark.parametrize("scale", [1, 1 << 14])  # the second is beyond fp32's integers
+def test_means_of_integers_keep_their_dtype(case, scale):
     params, x, y, _ = case
-    loss = lambda p, x, y: (loss_fn(p, x, y), (x > 0).sum() * (512 // len(x)))  # noqa: E731
+    loss = lambda p, x, y: (loss_fn(p, x, y), (x > 0).sum() * (512 // len(x) * scale))  # noqa: E731
     (_, got), _ = vag(loss, has_aux=True, aux_specs="mean")(params, x, y)
     want = jax.jit(loss)(params, x, y)[1]
     assert got.dtype == want.dtype
     assert got == want
+
+
+@pytest.mark.parametrize("loss", ["mean", "ratio"])
+def test_sums_of_float16_over_the_ranks_do_not_overflow(case, loss):
+    params, x, y, _ = case
+
+    def large(p, x, y):
+        errors = 3e4 + errors_of(p, x, y)
+        mean = errors.mean().astype(jnp.float16)
+        ratio = (errors / 8).sum().astype(jnp.float16), jnp.float16(len(x))
+        return ratio if loss == "ratio" else mean, mean
+
+    (got, aux), _ = vag(large, loss=loss, has_aux=True, aux_specs="mean")(params, x, y)
+    want = 3e4 + errors_of(params, x, y).mean()
+    np.testing.assert_allclose(got, want / 8 if loss == "ratio" else want, rtol=1e-3)
+    np.testing.assert_allclose(aux, want, rtol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [8, 64])

@@ -6,6 +6,7 @@ Runs on every platform that has them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -103,7 +104,14 @@ def permute(row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax
         source = jnp.asarray(sources)[axes.index()]
         return jnp.where(source < 0, 0, _gather_each(row, axes.names)[source])
     groups = axes.groups or (tuple(range(axes.world)),)
-    out: jax.Array = lax.ppermute(row, axes.names, [(g[a], g[b]) for g in groups for a, b in pairs])
+    # lax.ppermute takes the axes in the mesh's order alone.
+    mesh = jax.sharding.get_abstract_mesh().axis_names
+    names = axes.names if len(axes.names) == 1 else sorted(axes.names, key=mesh.index)
+    sizes = [lax.axis_size(n) for n in names]
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    numbers = numbers.transpose([names.index(n) for n in axes.names]).reshape(-1)
+    sent = [(int(numbers[g[a]]), int(numbers[g[b]])) for g in groups for a, b in pairs]
+    out: jax.Array = lax.ppermute(row, tuple(names), sent)
     return out
 
 

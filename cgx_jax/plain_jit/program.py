@@ -19,7 +19,8 @@ from jax.tree_util import keystr
 
 from cgx_jax import _compat
 from cgx_jax._types import Pytree
-from cgx_jax.leaves import SCALARS, map_with_paths, path_of, with_paths
+from cgx_jax.axes import Axes, cast
+from cgx_jax.leaves import SCALARS, map_with_paths, path_of, sum_dtype, with_paths
 from cgx_jax.plain_jit.arguments import (
     CALLER,
     Argument,
@@ -163,17 +164,19 @@ class Program:
 
         given = [arrays[i] for i in trained]
         losses, pull, (aux, rests) = jax.vjp(losses_of, given, has_aux=True)
-        axis = self.ranks.axis
+        axis, dtype = self.ranks.axis, losses[0].dtype
+        wide = [cast(x, sum_dtype(x.dtype)) for x in losses]
         if self.ratio:
-            count = lax.psum(losses[1], axis)
-            value = lax.psum(losses[0], axis) / count
+            count = lax.psum(wide[1], axis)
+            value = lax.psum(wide[0], axis) / count
             # The mean of the ranks' gradients is the gradient of sum / count.
             one = lax.psum(jnp.ones((), count.dtype), axis) / count
-            marks: Any = (one, -value * one)
+            marks = [one, -value * one]
         else:
-            value = lax.pmean(losses[0], axis)
-            marks = (jnp.ones((), value.dtype),)
-        (grads,) = pull(marks)
+            value = lax.pmean(wide[0], axis)
+            marks = [jnp.ones((), dtype)]
+        value = cast(value, dtype)
+        (grads,) = pull(tuple(cast(m, x.dtype) for m, x in zip(marks, losses, strict=True)))
         leaves, treedef = jax.tree.flatten((aux, rests, self.parameters(grads)))
         trees.append(treedef)
         return [value, *losses, *leaves]
@@ -417,7 +420,8 @@ class Found:
     @property
     def why(self) -> str:
         """Why the output is as it is, for messages."""
-        return self.relation.why or f"it is {self.relation.kind.value}"
+        r = self.relation
+        return f"{r.why}{r.line}" if r.why else f"it is {r.kind.value}"
 
     def suggestion(self, ranks: Ranks) -> Line:
         """Returns the entry of aux_specs that fits."""
@@ -425,13 +429,20 @@ class Found:
         return line(out if isinstance(out, str) else ranks.spec(out))
 
 
-def finish(out: Output, x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
-    """Returns a rank's output, reduced over `axis` if it is a mean or a sum."""
-    if out == "mean":
-        mean = lax.pmean(x, axis)
-        whole = not jnp.issubdtype(x.dtype, jnp.inexact)
-        return jnp.round(mean).astype(x.dtype) if whole else mean
-    return lax.psum(x, axis) if out == "sum" else x
+def finish(outputs: Pytree, values: Pytree, axes: Axes) -> Pytree:
+    """Returns a tree of a rank's values, reduced over the axes where `outputs` says so."""
+    each, treedef = jax.tree.flatten(outputs, is_leaf=is_output)
+    done = treedef.flatten_up_to(values)
+    for how, reduce in (("mean", axes.mean), ("sum", axes.sum)):
+        own = [i for i, out in enumerate(each) if out == how]
+        for i, x in zip(own, reduce([done[i] for i in own]), strict=True):
+            done[i] = x
+    return jax.tree.unflatten(treedef, done)
+
+
+def is_output(x: object) -> bool:
+    """Whether `x` is an `Output`, for trees of them."""
+    return x is None or isinstance(x, (str, int))
 
 
 def _shape_of(x: Any, split: Split, times: int, world: int = 1) -> jax.ShapeDtypeStruct:

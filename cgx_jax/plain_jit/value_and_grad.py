@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.axes import names_of
+from cgx_jax.axes import Axes, names_of
 from cgx_jax.compressors import Compressor, Identity
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit import split
@@ -32,7 +32,7 @@ from cgx_jax.plain_jit.arguments import (
     shown,
 )
 from cgx_jax.plain_jit.model_axes import Shards, as_now
-from cgx_jax.plain_jit.program import Program, Traced, finish
+from cgx_jax.plain_jit.program import Program, Traced, finish, is_output
 from cgx_jax.plain_jit.reduction import GradientMean
 from cgx_jax.plain_jit.split import Ranks, Split
 from cgx_jax.plan import Plan
@@ -366,7 +366,7 @@ class _Step:
 
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
-        outputs = jax.tree.flatten(self.outputs, is_leaf=_is_output)
+        outputs = jax.tree.flatten(self.outputs, is_leaf=is_output)
         # The program's text: it names objects by their address, and this step keeps them alive. The
         # text of a program within it leaves out its constants.
         jaxpr = self.part.jaxpr
@@ -400,17 +400,13 @@ class _Step:
             ]
             value, aux, rests, grads = self.part.parts(results)
             grads, state = self.shards.reduce(self.mean, grads, state)
-            done = jax.tree.map(
-                lambda out, x: finish(out, x, ranks.axis),
-                self.outputs,
-                (aux, rests),
-                is_leaf=_is_output,
-            )
+            axes = Axes(ranks.names, None, ranks.world)
+            done = finish(self.outputs, (aux, rests), axes)
             return value, grads, *done, state
 
         def specs(tree: Pytree) -> Pytree:
             spec = lambda o: ranks.spec(o if isinstance(o, int) else None)  # noqa: E731
-            return jax.tree.map(spec, tree, is_leaf=_is_output)
+            return jax.tree.map(spec, tree, is_leaf=is_output)
 
         kept = state_specs(state, ranks.axis) if state is not None else everywhere
         arrays_at = [ranks.spec(s.cut) for s in self.splits]
@@ -427,10 +423,6 @@ class _Step:
             axis_names=set(ranks.names),
             check_vma=False,
         )(list(consts), placed, state)
-
-
-def _is_output(x: object) -> bool:
-    return x is None or isinstance(x, (str, int))
 
 
 def _of_a_part(

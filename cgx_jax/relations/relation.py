@@ -35,13 +35,15 @@ class Relation:
     """plain jit's value = world**power * (what `kind` says of the ranks' values).
 
     ROWS are concatenated along the dimension that is longer in plain jit's program. `columns` are
-    those of an INDEX, the number of a CARRY, or the factor of a RANK. `why` says why it is UNKNOWN.
+    those of an INDEX, the number of a CARRY, or the factor of a RANK. `why` says why it is UNKNOWN,
+    and `line` where in the user's program (`where`).
     """
 
     kind: Kind
     power: int = 0
     columns: tuple[int, ...] = ()
     why: str = ""
+    line: str = ""
 
     @property
     def sure(self) -> bool:
@@ -66,9 +68,9 @@ SUM, MEAN = Relation(Kind.SUM), Relation(Kind.SUM, -1)
 NUMBERS = frozenset({Kind.ZERO, Kind.SAME, Kind.ROWS, Kind.SUM})
 
 
-def unknown(why: str) -> Relation:
+def unknown(why: str, line: str = "") -> Relation:
     """Returns the relation of a value from which plain jit's value does not follow."""
-    return Relation(Kind.UNKNOWN, why=why)
+    return Relation(Kind.UNKNOWN, why=why, line=line)
 
 
 def join(relations: Iterable[Relation]) -> Relation | None:
@@ -165,7 +167,7 @@ class Pair:
     def refuse(self, why: str) -> Relation:
         """Returns UNKNOWN: why, the operation and the line of the user's program."""
         result = f" {self.small.outvars[0].aval.str_short()}" if self.count else ""
-        return unknown(f"{why}: {self.name!r}{result}{where(self.small)}")
+        return unknown(f"{why}: {self.name!r}{result}", where(self.small))
 
 
 _PLACE = ("sharding", "out_sharding", "weak_type")

@@ -55,8 +55,8 @@ class _Walk:
         small, large = map(_compat.open_program, (small, large))
         (steps, aliases), (others, more) = without_placement(small), without_placement(large)
         aliases.update(more)
-        if [e.primitive for e in steps] != [e.primitive for e in others]:
-            return [unknown(_first_difference(steps, others))] * len(small.outvars)
+        if list(map(_form, steps)) != list(map(_form, others)):
+            return [_first_difference(steps, others)] * len(small.outvars)
         # For each value of `large`: the value of `small` in its place, and the relation.
         env: dict[Any, tuple[Any, Relation]] = {}
         env.update(zip(large.invars, zip(small.invars, given, strict=True), strict=True))
@@ -76,7 +76,7 @@ class _Walk:
         def operand(one: Any, other: Any, eqn: Any) -> Relation:
             """Says where a literal is used, since it has no line of its own."""
             found = read(one, other)
-            return unknown(f"{found.why}{where(eqn)}") if found.why and _is_literal(one) else found
+            return _at(found, eqn) if _is_literal(one) else found
 
         for one, other in zip(steps, others, strict=True):
             pairs = zip(one.invars, other.invars, strict=True)
@@ -148,7 +148,8 @@ class _Walk:
         small, large = _body(pair.small), _body(pair.large)
         if small is None or len(_compat.open_program(small).invars) != len(pair.given):
             return [pair.refuse("a call whose program cannot be seen")] * pair.count
-        return self.inside(small, large, pair.given)
+        # What a library's own program computes has no line of the user's.
+        return [_at(r, pair.small) for r in self.inside(small, large, pair.given)]
 
     def nested(self, pair: Pair) -> list[Relation]:
         """Follows a shard_map over other axes of the mesh."""
@@ -319,9 +320,22 @@ def _is_literal(x: Any) -> bool:
     return hasattr(x, "val")
 
 
-def _first_difference(small: Any, large: Any) -> str:
+def _at(r: Relation, eqn: Any) -> Relation:
+    """Returns a relation with the line of an equation, if it is UNKNOWN and has none."""
+    return dataclasses.replace(r, line=where(eqn)) if r.why and not r.line else r
+
+
+def _form(eqn: Any) -> tuple[Any, int, int]:
+    return eqn.primitive, len(eqn.invars), len(eqn.outvars)
+
+
+def _shown(eqn: Any) -> str:
+    return f"{eqn.primitive.name!r} with {len(eqn.invars)} operands"
+
+
+def _first_difference(small: Any, large: Any) -> Relation:
     for one, other in zip(small, large, strict=False):
-        if one.primitive != other.primitive:
-            names = f"{one.primitive.name!r} on a rank, {other.primitive.name!r} in all"
-            return f"{_DEPENDS.why}: {names}{where(other)}"
-    return _DEPENDS.why
+        if _form(one) != _form(other):
+            names = f"{_shown(one)} on a rank, {_shown(other)} in all"
+            return unknown(f"{_DEPENDS.why}: {names}", where(other))
+    return _DEPENDS
