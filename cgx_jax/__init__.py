@@ -13,6 +13,7 @@ from cgx_jax import exchanges as exchanges
 from cgx_jax import kernels as kernels
 from cgx_jax import policies as policies
 from cgx_jax import reductions as reductions
+from cgx_jax import testing as testing
 from cgx_jax import transforms as transforms
 from cgx_jax._version import __version__ as __version__
 from cgx_jax.calls.layers import scan_layers as scan_layers

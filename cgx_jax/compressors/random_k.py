@@ -26,8 +26,9 @@ class RandomK(SummedCompressor):
     `keep` is a share of the leaf (float) or a number of values (int). The leaf of n values is cut
     into runs of n / k values, and one value of each run is sent. If `scaled`, it stands for its
     whole run, which makes the code unbiased; the variance is then n / k - 1 times |x|². If not, the
-    other values stay in the residual, and the code needs error feedback. Raises as `TopK` does, and
-    ValueError for a missing key. Source: Stich et al. (NeurIPS 2018).
+    other values stay in the residual, and the code needs error feedback. A value that is not finite
+    makes the whole leaf NaN. Raises as `TopK` does, and ValueError for a missing key. Source: Stich
+    et al. (NeurIPS 2018).
     """
 
     selects: ClassVar[bool] = True
@@ -44,6 +45,7 @@ class RandomK(SummedCompressor):
 
     needs_key = True
     shares_noise = True
+    carries_nonfinite = True
 
     @property
     def feedback_scale(self) -> float | None:
@@ -61,6 +63,7 @@ class RandomK(SummedCompressor):
 
     def error_bound(self, x: ArrayLike) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+        magnitude = jnp.where(jnp.isfinite(magnitude).all(), magnitude, jnp.inf)
         most = max(1, self._run(magnitude.size) - 1) if self.scaled else 1
         return buckets.rounded(magnitude * np.float32(most * (1 + 2.0**-18)), x)
 
@@ -79,12 +82,15 @@ class RandomK(SummedCompressor):
         at = turns + jnp.arange(count, dtype=jnp.int32) * run
         scale = np.float32(run if self.scaled else 1)
         taken = x.reshape(-1).at[at].get(mode="fill", fill_value=0)
+        # No place that is sent may hold the value that is not finite.
+        taken = jnp.where(jnp.isfinite(x).all(), taken, jnp.nan)
         (total,) = yield [taken]
 
         def placed(values: jax.Array) -> jax.Array:
             # Scaled only after the sum: multiples of values that cancel out may leave the range
             # of float32.
-            leaf = jnp.zeros(n, jnp.float32).at[at].add(values * scale, mode="drop")
+            rest = jnp.where(jnp.isfinite(values).all(), jnp.float32(0), jnp.nan)
+            leaf = jnp.full(n, rest).at[at].add(values * scale, mode="drop")
             return leaf.reshape(x.shape)
 
         return Summed(placed(total), placed(taken), state)
