@@ -147,6 +147,7 @@ def agreement():
     same_bytes("no value", psum, normal(WORLD, 0), mesh=line)
     same_bytes("2^20 + 3", psum, normal(WORLD, 2**20 + 3), mesh=line)
     same_bytes("vmap", lambda e, x: jax.vmap(lambda v: psum(e, v))(x), x, mesh=line)
+    same_bytes("vmap of none", lambda e, x: jax.vmap(lambda v: psum(e, v))(x[:0]), x, mesh=line)
     same_bytes("remat", lambda e, x: jax.checkpoint(lambda v: psum(e, v))(x), x, mesh=line)
     same_bytes(
         "grad",

@@ -166,6 +166,7 @@ def test_a_batch_is_as_many_calls():
         for i in range(6):
             for got, want in zip(results, once(x[i]), strict=True):
                 np.testing.assert_array_equal(got.reshape(6, 10)[i], want, isa)
+    assert [y.shape for y in jax.vmap(call)(x[:0])] == [(0, 10), (0, 10)]
     shared = jax.vmap(lambda p: packing.unpack_signs(p, 9), in_axes=1, out_axes=1)
     payload = np.arange(6, dtype=np.uint8).reshape(2, 3)
     want = [packing.unpack_signs(jnp.asarray(p), 9) for p in payload.T]

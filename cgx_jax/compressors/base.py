@@ -209,8 +209,7 @@ class PayloadCompressor(Compressor):
     `owner_exact` says that the rank that adds up a chunk may add its own prepared values without
     encoding them, which makes the sum more accurate. It is False if every rank must have the same
     weight, as in a vote; "ring" and "tree" then refuse the code. Reductions encode fp32 values
-    unless the compressor provides kernels (`codes`). All-gathers encode values of the leaf's dtype.
-    `encode` raises ValueError for a missing key.
+    unless the compressor provides kernels (`codes`). `encode` raises ValueError for a missing key.
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum", "ring", "tree")

@@ -174,13 +174,15 @@ def batch_rule(p: Primitive) -> Callable[..., Any]:
     """Makes one call per element: each is cut into chunks by itself, as with the `xla` exchange."""
 
     def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        pairs = list(zip(args, dims, strict=True))
+        size = next(x.shape[d] for x, d in pairs if d is not None)
+        if size == 0:
+            one = [x if d is None else jnp.zeros(np.delete(x.shape, d), x.dtype) for x, d in pairs]
+            like = jax.eval_shape(functools.partial(p.bind, **params), *one)
+            return [jnp.zeros((0, *y.shape), y.dtype) for y in like], [0] * len(like)
         calls = []
         for i in range(size):
-            one = [
-                x if d is None else lax.index_in_dim(x, i, d, keepdims=False)
-                for x, d in zip(args, dims, strict=True)
-            ]
+            one = [x if d is None else lax.index_in_dim(x, i, d, keepdims=False) for x, d in pairs]
             calls.append(p.bind(*one, **params))
         return [jnp.stack(leaf) for leaf in zip(*calls, strict=True)], [0] * len(calls[0])
 

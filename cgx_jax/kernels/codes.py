@@ -85,8 +85,9 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
         jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x[None], (size, *x.shape))
         for x, d in zip(args, dims, strict=True)
     ]
-    out = bind(code_p, *(x.reshape(-1, *x.shape[2:]) for x in front), **params)
-    return [y.reshape(size, -1, *y.shape[1:]) for y in out], [0] * len(out)
+    rows = front[0].shape[1]
+    out = bind(code_p, *(x.reshape(size * rows, *x.shape[2:]) for x in front), **params)
+    return [y.reshape(size, rows, *y.shape[1:]) for y in out], [0] * len(out)
 
 
 code_p = Primitive("cgx_code")

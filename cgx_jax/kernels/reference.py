@@ -222,7 +222,8 @@ def encode_buckets(
     k, n = x.shape
     padded = (record_bytes(n, f.bits) - META_BYTES) // f.bits * 8
     levels = np.float32(2**f.bits - 1)
-    low, high = x.min(axis=1) + np.float32(0), x.max(axis=1)
+    low, high = x.min(axis=1), x.max(axis=1)
+    low = jnp.where(low == 0, np.float32(0), low)  # XLA removes the sum that makes -0 a zero
     if f.rotation and f.rounding == "nearest" and one_block(n):
         limit = normal_limits(x, f.bits)
         clipped = jnp.maximum(low, -limit), jnp.minimum(high, limit)

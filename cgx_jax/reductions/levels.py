@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes, sum_of_rows
@@ -79,6 +81,16 @@ class Levels:
         return Axes.resolve(caller, self.inner, None), Axes.resolve(caller, outer, None)
 
 
+def nodes_of(axes: Axes, inner: Axes) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks of each node of `axes`, in the order of the axes inside and across."""
+    if inner.groups is not None:
+        return inner.groups
+    ranks = np.arange(axes.world).reshape([lax.axis_size(n) for n in axes.names])
+    last = [axes.names.index(n) for n in inner.names]
+    nodes = np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, inner.world)
+    return tuple(tuple(node) for node in nodes.tolist())
+
+
 @dataclasses.dataclass(frozen=True)
 class Leveled(Reduction):
     """Sums inside a node, then applies `across` to this rank's share of the node's sum.
@@ -86,12 +98,13 @@ class Leveled(Reduction):
     The sum inside a node is exact unless there is a `compressor`. Each rank of a node reduces its
     own share across nodes, so a node sends no more than one rank would in a flat reduction. The
     encoded sums then travel inside the node, so all ranks decode the same bytes. One exchange moves
-    rows on both levels.
+    rows on both levels. `nodes` are those of `nodes_of`.
     """
 
     across: PayloadReduction
     inner: Axes
     outer: Axes
+    nodes: tuple[tuple[int, ...], ...]
     compressor: PayloadCompressor | None
 
     shorthand: ClassVar[str] = "levels"
@@ -134,15 +147,14 @@ class Leveled(Reduction):
         return (self.inner.world - 1) * (down + rows), between
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
-        nodes = x.reshape(self.outer.world, self.inner.world, *x.shape[1:])
-        bound = self.across.error_bound(compressor, nodes.sum(1), divisor)
-        if self.compressor is None:
-            return bound
-        inside = sum(
-            (self.compressor.error_bound(row) for row in x),
-            start=jnp.zeros(x.shape[1:], jnp.float32),
-        )
-        return bound + 3 * inside / divisor
+        runs = jnp.stack([shares.cut(row, self.inner.world) for row in x])  # [rank, share, ...]
+        sums = runs[np.array(self.nodes)].sum(1)  # [node, share, ...]
+        between = functools.partial(self.across.error_bound, compressor, divisor=divisor)
+        bound = jax.vmap(between, in_axes=1)(sums)
+        if self.compressor is not None:
+            inside = jax.vmap(jax.vmap(self.compressor.error_bound))(runs).sum(0)
+            bound = bound + 3 * inside / divisor
+        return shares.joined(bound, x[0])
 
     def run(self, job: Job, given: Operands) -> Reduced:
         across, world = self.across, self.inner.world

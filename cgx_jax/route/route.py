@@ -19,7 +19,7 @@ from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, Levels, Reduction
 from cgx_jax.reductions.all_gather import AllGather
 from cgx_jax.reductions.base import PayloadReduction
-from cgx_jax.reductions.levels import Leveled
+from cgx_jax.reductions.levels import Leveled, nodes_of
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.reductions.reduce_scatter import ReduceScatter
@@ -220,7 +220,7 @@ def decide(
         if axes.world == 1:
             continue
         exchange, reduction = options.exchange, _over_levels(options, flat, pairs)
-        if near is not None and not any(leaf.compressor.prepares for leaf in coded):
+        if near is not None and not any(_against_levels(leaf.compressor) for leaf in coded):
             reduction = _over_levels(dataclasses.replace(options, levels=near), flat, pairs)
         if reduction is None or not isinstance(exchange, Exchange):
             found[buffer] = None
@@ -312,15 +312,27 @@ def _over_levels(
     if inner.world == 1:
         return reduction
     for path, leaf in leaves:
-        if leaf.compressor.prepares:
+        if (problem := _against_levels(leaf.compressor)) is not None:
             raise ValueError(
-                f"{options.name}: {leaf.compressor} of leaf {path!r} needs whole leaves for its "
-                "state or statistics, but levels= gives each rank of a node a different share; "
-                "use another compressor, or leave out levels=."
+                f"{options.name}: {leaf.compressor} of leaf {path!r} {problem}; use another "
+                "compressor, or leave out levels=."
             )
     if not isinstance(reduction, PayloadReduction):
         return reduction  # its arrays are small
-    return Leveled(reduction, inner, outer, options.levels.compressor)
+    nodes = nodes_of(options.axes, inner)
+    return Leveled(reduction, inner, outer, nodes, options.levels.compressor)
+
+
+def _against_levels(code: Compressor) -> str | None:
+    """Returns why a code does not go with levels, or None if it does."""
+    if code.prepares:
+        return (
+            "needs whole leaves for its state or statistics, but levels= gives each rank of a node "
+            "a different share"
+        )
+    if not getattr(code, "owner_exact", True):
+        return "counts a vote of each rank, but levels= adds up a node's values before they vote"
+    return None
 
 
 def _fastest(
