@@ -49,11 +49,23 @@ def main() -> int:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)
     if arguments.distributed is not None:
-        jax.distributed.initialize(cluster_detection_method=arguments.distributed or None)
+        try:
+            jax.distributed.initialize(cluster_detection_method=arguments.distributed or None)
+        except (ValueError, RuntimeError) as error:
+            parser.error(
+                f"--distributed: JAX does not find the other processes: {error} Start this command "
+                "once per rank with mpirun or srun, or name the launcher: --distributed mpi4py"
+            )
     if arguments.command == "doctor":
         return doctor.run(arguments.json)
     if jax.device_count() == 1:
         parser.error("one device has nothing to reduce; pass --devices 8 to simulate 8 on this CPU")
+    for name in ("json", "png", "out"):
+        if (path := getattr(arguments, name, None)) and jax.process_index() == 0:
+            try:  # now, and not after minutes of measuring
+                bench.parent(path).open("a").close()
+            except OSError as error:
+                parser.error(f"--{name}: {error}")
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     if arguments.command == "tune":
         _tune(mesh, arguments)
@@ -62,6 +74,9 @@ def main() -> int:
     if arguments.profile:
         _follow(arguments.profile, mesh.size, parser)
     if arguments.command == "compare":
+        exchange = next(e for e in EXCHANGES if e.shorthand == arguments.exchange)
+        if problem := exchange.missing((AXIS,)):
+            parser.error(f"--exchange {arguments.exchange} does not work here: {problem}")
         try:
             compare.run(
                 arguments.target,
@@ -134,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         description=bench.EXPLANATION,
     )
     _add_sweep(command, bits=[4])
-    command.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
+    command.add_argument("--reps", type=_count, default=11, help="repeats (default %(default)s)")
     command.add_argument(
         "--link",
         type=_rate,
@@ -160,8 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, metavar="FILE", help="write the profile")
     command.add_argument(
         "--budget",
-        type=float,
-        default=60,
+        type=_seconds,
+        default=60.0,
         help="limit on its time, in seconds (default %(default)s)",
     )
 
@@ -184,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"comma-separated list of {', '.join(trial.METHODS)} (default: all)",
     )
     command.add_argument(
-        "--steps", type=_steps, default=20, help="number of timed steps (default %(default)s)"
+        "--steps", type=_count, default=20, help="number of timed steps (default %(default)s)"
     )
     how = command.add_mutually_exclusive_group()
     how.add_argument(
@@ -260,10 +275,20 @@ def _methods(text: str) -> list[str]:
     return names
 
 
-def _steps(text: str) -> int:
+def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:

@@ -158,11 +158,14 @@ def test_bench_measures_between_two_processes_over_a_slow_link(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("bench", "--link", "100"), "rate '100' is not a number followed by kbit, mbit or gbit"),
+        (("bench", "--link", "100"), "rate '100' is not a number above 0 followed by kbit, mbit or gbit"),
         (("tune", "--devices", "4", "--bits", "9"), "'9' is not a list of widths"),
         (("bench", "--sizes", "huge"), "'huge' is not a list of sizes"),
         (("bench", "--sizes", "inf"), "'inf' is not a list of sizes"),
         (("bench", "--sizes", "1kM"), "'1kM' is not a list of sizes"),
+        (("bench", "--link", "0mbit"), "rate '0mbit' is not a number above 0"),
+        (("bench", "--reps", "0"), "'0' is not an integer of 1 or more"),
+        (("tune", "--budget", "nan"), "'nan' is not a number of seconds above 0"),
         ((), "required: command"),
     ],
 )
@@ -173,10 +176,19 @@ def test_wrong_options_are_refused(arguments, message, ended, capsys):
 
 
 @pytest.mark.slow
-def test_one_device_is_refused():
-    code, _, error = run("bench", "--devices", 1)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "--devices", 1), "pass --devices 8 to simulate"),
+        (("tune", "--distributed"), "--distributed: JAX does not find the other processes: "),
+        (("tune", "--devices", 2, "--out", "/dev/null/out"), "--out: [Errno"),
+        (("compare", "job", "--devices", 2, "--exchange", "mpi"), "one process per rank instead"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_line(arguments, message):
+    code, _, error = run(*arguments)
     assert code == 2
-    assert "pass --devices 8 to simulate" in error
+    assert message in error
 
 
 @pytest.mark.parametrize(

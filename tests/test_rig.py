@@ -92,6 +92,6 @@ def test_a_run_that_takes_too_long_is_stopped():
 
 
 def test_a_rate_that_is_none_is_refused():
-    message = "rate 'fast' is not a number followed by kbit, mbit or gbit"
+    message = "rate 'fast' is not a number above 0 followed by kbit, mbit or gbit"
     with pytest.raises(ValueError, match=message):
         rig.run(2, "fast", ["true"])

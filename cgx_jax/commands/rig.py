@@ -53,9 +53,9 @@ _HOST = (
 def bits_per_second(rate: str) -> float:
     """Converts "1gbit" to 1e9; raises ValueError for text in another form."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", rate)
-    if match is None:
+    if match is None or not float(match[1]):
         raise ValueError(
-            f"rate {rate!r} is not a number followed by kbit, mbit or gbit; write 100mbit"
+            f"rate {rate!r} is not a number above 0 followed by kbit, mbit or gbit; write 100mbit"
         )
     return float(match[1]) * _UNITS[match[2]]
 

@@ -431,6 +431,7 @@ class Found:
 
 def finish(outputs: Pytree, values: Pytree, axes: Axes) -> Pytree:
     """Returns a tree of a rank's values, reduced over the axes where `outputs` says so."""
+    treedef: jax.tree_util.PyTreeDef
     each, treedef = jax.tree.flatten(outputs, is_leaf=is_output)
     done = treedef.flatten_up_to(values)
     for how, reduce in (("mean", axes.mean), ("sum", axes.sum)):
