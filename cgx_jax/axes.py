@@ -59,6 +59,11 @@ class Axes:
                 f"{caller}: axis_name is an array; the first argument is what is reduced, and the "
                 'second the name of an axis, such as "data".'
             )
+        if any(isinstance(n, int) for n in names):
+            raise TypeError(
+                f"{caller}: axis_name={axis_name!r} is a dimension; pass the name of a mesh axis, "
+                'such as "data".'
+            )
         if not names or len(set(names)) != len(names):
             raise ValueError(
                 f"{caller}: axis_name={axis_name!r} must name one or more axes, each once."

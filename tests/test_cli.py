@@ -158,7 +158,10 @@ def test_bench_measures_between_two_processes_over_a_slow_link(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("bench", "--link", "100"), "rate '100' is not a number above 0 followed by kbit, mbit or gbit"),
+        (
+            ("bench", "--link", "100"),
+            "rate '100' is not a number above 0 followed by kbit, mbit or gbit",
+        ),
         (("tune", "--devices", "4", "--bits", "9"), "'9' is not a list of widths"),
         (("bench", "--sizes", "huge"), "'huge' is not a list of sizes"),
         (("bench", "--sizes", "inf"), "'inf' is not a list of sizes"),

@@ -157,11 +157,11 @@ def broadcast(prefix: Pytree, tree: Pytree, where: str) -> list[Any]:
         raise ValueError(f"{CALLER}: {where}: {error}") from None
 
 
-@dataclasses.dataclass(frozen=True)
 class Line:
-    """A value that is printed as the user would write it."""
+    """A value that is printed as the user would write it, in any container."""
 
-    text: str
+    def __init__(self, text: str):
+        self.text = text
 
     def __repr__(self) -> str:
         return self.text

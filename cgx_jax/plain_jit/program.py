@@ -327,7 +327,7 @@ class Program:
             )
         wrong = [("the loss", value)] if value.output is not None else []
         wrong += [
-            (f"the gradient of {keystr(path)}", found)
+            (f"the gradient{keystr(path) and f' of {keystr(path)}'}", found)
             for path, found in with_paths(grads)
             if found.output not in ("mean", None)
         ]
@@ -394,7 +394,8 @@ class Program:
             raise ValueError(
                 f"{CALLER}: the loss updates the state {keystr(path)} of an NNX object from its "
                 f"part of the batch, and plain jit's value does not follow: {found.why}. Pass "
-                f"axis_name={self.ranks.axis!r} to a BatchNorm."
+                f"axis_name={self.ranks.axis!r} to a BatchNorm; update metrics outside of the "
+                "loss, from auxiliary outputs."
             )
         return found.output
 
@@ -421,7 +422,10 @@ class Found:
     def why(self) -> str:
         """Why the output is as it is, for messages."""
         r = self.relation
-        return f"{r.why}{r.line}" if r.why else f"it is {r.kind.value}"
+        if r.why:
+            return f"{r.why}{r.line}"
+        power = f", times the number of ranks to the power of {r.power}" if r.power else ""
+        return f"it is {r.kind.value}{power}"
 
     def suggestion(self, ranks: Ranks) -> Line:
         """Returns the entry of aux_specs that fits."""
@@ -465,4 +469,6 @@ def _untyped(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _kind(x: object) -> str:
+    if isinstance(x, _NUMBERS):
+        return "one value"
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"{type(x).__name__}"

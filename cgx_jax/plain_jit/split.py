@@ -190,7 +190,10 @@ def _refuse(
     places: Sequence[Place],
     found: Sequence[Split | None],
 ) -> None:
-    """Raises ValueError with an in_specs that splits the arrays of the commonest length."""
+    """Raises ValueError with an in_specs that splits the arrays of the likeliest length.
+
+    That is the commonest one of which the ranks can have equal parts.
+    """
     # What is known to be split elsewhere than along its rows may be so by mistake.
     open_ = [i for i, split in enumerate(found) if split is None or split.dimension]
 
@@ -199,7 +202,7 @@ def _refuse(
         return None if split is None else split.dimension
 
     lengths = Counter(arrays[i].shape[0] for i in open_ if found[i] is None)
-    size = lengths.most_common(1)[0][0]
+    size = max(lengths, key=lambda n: (n % ranks.world == 0, lengths[n]))
     written = {}
     for number in dict.fromkeys(places[i].argument for i in open_):
         own = [i for i, p in enumerate(places) if p.argument == number]

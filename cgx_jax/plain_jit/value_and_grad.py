@@ -261,6 +261,13 @@ class ValueAndGrad:
         _require_plain(options.names)
         wanted = _positive(options.wanted, len(args))
         arguments, arrays, places = arguments_of(self._loss_fn, args, kwargs, wanted)
+        if (found := [p for p in places if arguments[p.argument].wanted]) and not any(
+            p.trained for p in found
+        ):
+            raise TypeError(
+                f"{CALLER}: {found[0].path} holds no floats, and nor does any other array of "
+                "argnums, so there is nothing to differentiate."
+            )
         mesh = options.mesh or _mesh(options.names, arrays)
         ranks = Ranks.of(options.names, mesh)
         if state is not None:

@@ -92,6 +92,9 @@ class Adaptive(Policy):
         self._saved: Json | None = None  # waits for the tree
         self._traced: dict[Compressors, tuple[Any, int]] = {}  # each plan, and what a rank sends
 
+    def __repr__(self) -> str:
+        return f"Adaptive({self.solver})"
+
     # --- while tracing: the choice, and the statistics beside it.
 
     def bind(self, leaves: Sequence[Leaf]) -> None:

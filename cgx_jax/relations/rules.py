@@ -52,7 +52,10 @@ def _reason(pair: Pair) -> str:
     if pair.name not in RULES and not pair.names_ranks():
         return "an operation that has no rule"
     if Kind.DRAWS in kinds:
-        return "one random draw for the whole batch, from a key of which each rank has its own"
+        return (
+            "one random draw for the whole batch, from a key of which each rank has its own (give "
+            "the key P() in in_specs)"
+        )
     if Kind.SUM in kinds or any(r.kind is Kind.SAME and r.power for r in pair.given):
         return STATISTIC
     if pair.name.startswith("random") and pair.grown() != -1:
