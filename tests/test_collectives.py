@@ -497,6 +497,7 @@ BAD = {
         "axis_name is an array; the first argument is what is reduced",
         lambda v: cgx_jax.psum_compressed("data", v),
     ),
+    "a dimension": (TypeError, "axis_name=0 is a dimension", lambda v: psum(v, 0)),
     "exchange": (ValueError, "exchange='pigeon'.*xla", lambda v: psum(v, exchange="pigeon")),
     "no key": (ValueError, "key is None.*jax.random.key", lambda v: psum(v, compressor=STOCHASTIC)),
     "a key that is none": (

@@ -477,6 +477,17 @@ REFUSED = {
     "a ratio of one": (
         lambda p, x, y: vag(loss="ratio")(p, x, y), r"ratio.* returns \(sum, count\), not"
     ),
+    "one loss in place of two": (
+        lambda p, x, y: vag(has_aux=True)(p, x, y), r"returns \(loss, aux\), not one value"
+    ),
+    "rows of two lengths": (
+        lambda p, x, y: vag(lambda p, b: loss_fn(p, b["x"], y))(p, {"t": y[:7], "x": x}),
+        r"example in_specs=\{'b': \{'t': P\(\), 'x': P\('data'\)\}\}",
+    ),
+    "integers": (
+        lambda p, x, y: vag()(jax.tree.map(lambda a: a.astype(int), p), x, y),
+        r"p\['a'\]\['b'\] holds no floats, .*nothing to differentiate",
+    ),
     "complex parameters": (
         lambda p, x, y: vag()(jax.tree.map(lambda a: a.astype(complex), p), x, y), "is complex"
     ),

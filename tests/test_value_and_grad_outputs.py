@@ -337,6 +337,10 @@ LOSSES = {
         lambda p, x, y: jnp.sort(errors_of(p, x, y))[:4].mean(),
         r"examples: 'sort' float32\[8\] \(test_value",
     ),
+    "a length too many": (
+        lambda p, x, y: loss_fn(p, x, y) / len(x),
+        r"the same on every rank, times the number of ranks to the power of -1",
+    ),
     "a diagonal": (
         lambda p, x, y: jnp.diagonal(x @ p["a"]["w"]).mean(),
         r"program itself depends on the batch size: 'jit' with \d operands on a rank.*\(test_value",
