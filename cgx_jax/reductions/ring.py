@@ -18,6 +18,10 @@ from cgx_jax.reductions import shares
 from cgx_jax.reductions.base import Job, Operands, Rows, largest_error
 from cgx_jax.reductions.partial_sums import PartialSums, alike, noise
 
+# Up to so many ranks there is no loop. XLA for CPUs orders the collectives of a program, but not
+# those of a loop with others, and many devices of one process may wait for each other forever.
+UNROLLED = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring(PartialSums):
@@ -63,34 +67,39 @@ class Ring(PartialSums):
         runs = [shares.cut(x, world) for x in given.leaves]
         to_next = [(r, (r + 1) % world) for r in range(world)]
 
-        def encode(hop: int, values: list[jax.Array]) -> tuple[jax.Array, Residuals]:
+        def encode(hop: int | jax.Array, values: list[jax.Array]) -> tuple[jax.Array, Residuals]:
             words = noise(job, given.seeds[0], hop)
             return code.encode(Sent(words, values, rank=rank), residual=job.residual)
 
-        def own(hop: int) -> list[jax.Array]:
+        def own(hop: int | jax.Array) -> list[jax.Array]:
             """This rank's values of the chunk that it encodes after `hop` hops."""
             at = (rank - hop) % world
             return [lax.dynamic_index_in_dim(x, at, keepdims=False) for x in runs]
 
-        # No loop: XLA orders the collectives of a program, but not a loop's with those outside it.
-        payload, lost = encode(0, own(0))
-        hops = [lost or []]
-        for hop in range(1, world):
+        def add(payload: jax.Array, hop: int | jax.Array) -> tuple[jax.Array, Residuals]:
             received = job.exchange.permute(job.name, payload, job.axes, to_next)
             mine = own(hop)
             before = code.sum(received[None], mine, None, 1)
-            payload, lost = encode(hop, [x + y for x, y in zip(before, mine, strict=True)])
-            hops.append(lost or [])
-        sums = [payload]  # of the chunks of the next rank, of this one, of the one before, ...
-        for _ in range(1, world):
-            sums.append(job.exchange.permute(job.name, sums[-1], job.axes, to_next))
+            return encode(hop, [x + y for x, y in zip(before, mine, strict=True)])
+
+        def forward(payload: jax.Array, _: object) -> tuple[jax.Array, jax.Array]:
+            received = job.exchange.permute(job.name, payload, job.axes, to_next)
+            return received, received
+
+        unroll = world <= UNROLLED
+        first, lost = encode(0, own(0))
+        hops = jnp.arange(1, world, dtype=jnp.int32)
+        last, later = lax.scan(add, first, hops, unroll=unroll)
+        _, others = lax.scan(forward, last, length=world - 1, unroll=unroll)
+        # After the first half this rank has the sum of the next rank's chunk. The sum of its own
+        # chunk arrives next.
         place = (rank + 1 - jnp.arange(world, dtype=jnp.int32)) % world
-        rows = jnp.take(jnp.stack(sums), place, axis=0)
-        if lost is None:
+        rows = jnp.take(jnp.concatenate([last[None], others]), place, axis=0)
+        if lost is None or later is None:
             return Rows(alike(job, rows), None)
         residuals = [
-            shares.joined(jnp.take(jnp.stack(es), (place - 1) % world, axis=0), x)
-            for *es, x in zip(*hops, given.leaves, strict=True)
+            shares.joined(jnp.take(jnp.concatenate([e[None], es]), (place - 1) % world, axis=0), x)
+            for e, es, x in zip(lost, later, given.leaves, strict=True)
         ]
         return Rows(alike(job, rows), residuals)
 
