@@ -27,10 +27,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, ErrorFeedback, Identity, Plan, Quantize, SecondMoment
+from cgx_jax import Cast, ErrorFeedback, Identity, Plan, Quantize, Rule, Rules, SecondMoment
 from cgx_jax.axes import Axes
 from cgx_jax.choice import Auto
-from cgx_jax.compressors import QSGD
+from cgx_jax.compressors import QSGD, TopK
 from cgx_jax.exchanges import Mpi, fused, mpi, mpi_rows
 from cgx_jax.policies import training_loop
 from cgx_jax.reductions import Levels
@@ -478,15 +478,20 @@ def started():
         for n in range(7)
     ]
 
-    def trained(exchange, code, **how):
+    def trained(exchange, code, later=None, **how):
         options = {"every": 4, "delay": 2, "mesh": mesh, "exchange": exchange} | how
-        tx = diloco(optax.sgd(0.1), "data", code, **options)
-        state = placed(jax.jit(tx.init)(like), mesh)
-        step = lambda g, s: tx.update(first(g), s, like)  # noqa: E731
-        step = jax.jit(with_state(step, mesh, state, RANKS))
+        known = [diloco(optax.sgd(0.1), "data", c, **options) for c in (code, later or code)]
+        state = placed(jax.jit(known[0].init)(like), mesh)
+
+        def step_of(tx):
+            step = lambda g, s: tx.update(first(g), s, like)  # noqa: E731
+            return jax.jit(with_state(step, mesh, state, RANKS))
+
+        steps = [step_of(tx) for tx in known]
         for again in (False, True):
             out, now = [], state
-            for x in xs:
+            for i, x in enumerate(xs):
+                step = steps[i > 4]
                 if again:
                     step(x, now)  # finishes, or replaces, what the next line looks for
                 updates, now = step(x, now)
@@ -501,6 +506,8 @@ def started():
     for code, how in (
         (Quantize(4, rotation=True, rounding="stochastic"), whole),
         (Quantize(4, rounding="stochastic"), {"reduction": "gather_sum", "fragments": 2}),
+        # What is under way when the plan changes is not taken for another code's.
+        (Rules([Rule(TopK(0.5), path="a")]), {"later": Rules([Rule(TopK(0.5), path="b")])}),
     ):
         want, *more = (x for e in ("xla", "mpi") for x in trained(e, code, **how))
         for got in more:

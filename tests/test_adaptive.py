@@ -186,19 +186,22 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(steps):
     first.run(steps)
     saved = json.loads(json.dumps(first.policy.state_dict()))
     state = jax.tree.map(np.asarray, first.state)
-    for early in (True, False):  # before the tree is known, and after
+    chosen, history = bits(first.policy), list(first.policy.history)
+    expected = first.run(6)
+    for early in (True, False):  # before the tree is known, in a trace, and after
         policy = few()
         if early:
             policy.load_state_dict(saved)
+            tx = cgx_jax.sync_gradients("data", policy, mesh=mesh(), memory=ErrorFeedback())
+            jax.eval_shape(tx.init, LIKE)
         second = Training(policy, memory=ErrorFeedback())
         if not early:
             policy.load_state_dict(saved)
         second.state = second.placed(state)
-        assert bits(policy) == bits(first.policy)
+        assert bits(policy) == chosen
+        assert policy.history == history
+        jax.tree.map(np.testing.assert_array_equal, expected, second.run(6))
         assert policy.history == first.policy.history
-    expected, got = first.run(6), second.run(6)
-    jax.tree.map(np.testing.assert_array_equal, expected, got)
-    assert second.policy.history == first.policy.history
 
 
 def test_a_checkpoint_of_another_tree_is_refused_with_the_first_differing_path():

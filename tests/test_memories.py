@@ -103,6 +103,13 @@ def test_narrow_gradients_lose_nothing_either(compressor, dtype):
     assert jnp.finfo(dtype).eps > 1e-4
 
 
+def test_a_velocity_of_narrow_gradients_does_not_stall():
+    grads = np.asarray(jnp.full((60, WORLD, 30, 50), 0.01, jnp.bfloat16))
+    _, kept = run(Quantize(8), MomentumCorrection(0.9), grads)
+    exact = np.float64(grads[0, 0, 0, 0]) * (1 - 0.9**60) / (1 - 0.9)
+    np.testing.assert_allclose(kept[-1][1], exact, rtol=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", KEPT)

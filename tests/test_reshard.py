@@ -43,7 +43,8 @@ def unreduced(x, spec):
     """Returns the sum of [ranks, ...] as a value that is unreduced over the axes of `spec`."""
     axes = tuple(n for n in jax.sharding.get_abstract_mesh().axis_names if n in spec.unreduced)
     rows, ones = (jax.reshard(y, P(axes)) for y in (jnp.asarray(x), jnp.ones(len(x), x.dtype)))
-    total = jnp.einsum("r,rij->ij", ones, rows, out_sharding=P(None, None, unreduced=set(axes)))
+    sharding = P(*[None] * (x.ndim - 1), unreduced=set(axes))
+    total = jnp.einsum("r,r...->...", ones, rows, out_sharding=sharding)
     assert jax.typeof(total).sharding.spec.unreduced == spec.unreduced
     return total
 
@@ -374,12 +375,16 @@ def test_units_of_shards_follow_from_whole_rows_and_columns(two):
         "data", Quantize(8, bucket_size=32), precondition=cgx_jax.SecondMoment(), **HOW
     )
     for spec in (P(), P("model"), P(None, "model")):
-        params = jax.device_put(np.zeros(shape, np.float32), NamedSharding(two, spec))
-        state = lossy.init({"w": params})
+        specs = {"w": spec, "b": P(*spec[:1])}  # the bias is exact
+        zeros = {"w": np.zeros(shape, np.float32), "b": np.zeros(shape[:1], np.float32)}
+        state = lossy.init(
+            {k: jax.device_put(x, NamedSharding(two, specs[k])) for k, x in zeros.items()}
+        )
         for x in values:
-            own = unreduced(x.astype(np.float32), P(unreduced=D))
-            own = jax.reshard(own, P(*spec, unreduced={"data"}))
-            _, state = jax.jit(lossy.update)({"w": own}, state)
+            own = {"w": x.astype(np.float32), "b": x.sum(2).astype(np.float32)}
+            own = {k: unreduced(g, P(unreduced=D)) for k, g in own.items()}
+            own = {k: jax.reshard(g, P(*specs[k], unreduced={"data"})) for k, g in own.items()}
+            _, state = jax.jit(lossy.update)(own, state)
         moments.append(state.moments)
     for other in moments[1:]:
         jax.tree.map(

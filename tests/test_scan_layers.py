@@ -107,6 +107,42 @@ def test_what_the_body_closes_over_is_differentiated(count, check_vma, jit, mesh
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), got, want)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, jax.vmap], ids=["remat", "jit", "vmap"])
+@pytest.mark.quick("remat-True", "vmap-True")
+def test_the_body_may_close_over_masks_and_keys_wherever_it_is(wrap, check_vma, mesh):
+    def loss(run, x, keep, key, stack):
+        def masked(x, layer):
+            drawn = jax.random.bernoulli(key, 0.8, x.shape)
+            return jnp.where(keep[:, None] & drawn, body(x, layer), x)
+
+        return (run(masked, x, stack) ** 2).sum()
+
+    def of(run):
+        def grads(x, keep, key, stack):
+            if wrap is not jax.vmap:
+                return jax.grad(lambda *given: wrap(functools.partial(loss, run))(*given), 3)(
+                    x, keep, key, stack
+                )
+            each = lambda s: wrap(lambda k: loss(run, x, k, key, s))(keep[None]).sum()  # noqa: E731
+            return jax.grad(each)(stack)
+
+        return grads
+
+    def plain(f, x, stack):
+        return lax.scan(lambda x, w: (f(x, w), None), x, stack)[0]
+
+    shards, stack = P(None, "data"), layers(3)
+    ours = of(lambda b, x, s: cgx_jax.scan_layers(b, x, s, "data", exchange="xla", **EXACT))
+    specs = (P(), P(), P(), {"kernel": shards, "bias": shards})
+    f = jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=specs[3], check_vma=check_vma)
+    given = EXAMPLES, jnp.arange(len(EXAMPLES)) % 3 > 0, jax.random.key(5), stack
+    got, want = jax.jit(f)(*given), jax.jit(of(plain))(*given)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, mesh.size * b, rtol=1e-4, atol=1e-3), got, want
+    )
+
+
 @pytest.mark.slow
 def test_both_passes_see_the_same_rounded_weights(mesh):
     """The gradient is that of the model with the weights that the forward pass gathered."""
@@ -206,4 +242,23 @@ def test_stacks_that_are_none_are_refused(stack, message, mesh):
             jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(None, "data")), out_specs=P("data")),
             EXAMPLES,
             stack,
+        )
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda x, w: (body(x, w), None), r"body returns \('float32\[2, \d+\]', None\)"),
+        (lambda x, w: body(x, w).astype(jnp.float16), r"body returns float16\[2, \d+\]"),
+        (lambda x, w: body(x, w)[:1], r"body returns float32\[1, "),
+    ],
+)
+def test_a_body_that_returns_no_next_input_is_refused(other, message, mesh):
+    f = lambda x, s: cgx_jax.scan_layers(other, x, s, "data", key=KEY)  # noqa: E731
+    shards = {name: P(None, "data") for name in layers(2)}
+    with pytest.raises(TypeError, match=f"^scan_layers: {message}"):
+        jax.eval_shape(
+            jax.shard_map(f, mesh=mesh, in_specs=(P("data"), shards), out_specs=P("data")),
+            EXAMPLES,
+            layers(2),
         )

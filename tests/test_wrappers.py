@@ -68,6 +68,15 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def test_what_is_refused_around_diloco_belongs_inside():
+    message = (
+        r"diloco: .* around it .* Put it around .*: diloco\(optax.apply_if_finite\(optimizer, n"
+    )
+    tx = diloco(optax.sgd(0.1), "data", Quantize(4), every=2)
+    with pytest.raises(ValueError, match=message):
+        optax.apply_if_finite(tx, 5).init(LIKE)
+
+
 @every_kind
 def test_apply_if_finite_around_it_is_refused_before_a_rank_can_wait_forever(kept):
     inner = optax.chain(sync(**KEPT[kept]), optax.sgd(0.1))

@@ -68,41 +68,46 @@ def scan_layers(
     start = jax.tree.map(lambda v: _compat.vary_over(jnp.asarray(v), varying), x)
     shards = gather.varying(jax.tree.map(jnp.asarray, shards))
     whole = jax.eval_shape(lambda s, k: gather(_at(s, 0), folded(_NAME, k, 0)), shards, key)
-    converted, closed = _converted(body, start, whole)
+    converted, closed, others = _converted(body, start, whole)
     stack = _Stack(converted, gather, gather.transposed(gradients), count[0])
-    return _scan(stack, start, shards, closed, key)
+    return _scan(stack, start, shards, closed, (key, others))
 
 
 def _converted(
     body: Callable[[Pytree, Pytree], Pytree], x: Pytree, layer: Pytree
-) -> tuple[Callable[[Pytree, Pytree, Pytree], Pytree], list[jax.Array]]:
-    """Returns `body` as a function of a third argument, and that: what may have a derivative.
+) -> tuple[Callable[..., Pytree], list[jax.Array], list[jax.Array]]:
+    """Returns `body` as a function of two more arguments, and these: what it closes over.
 
-    JAX finds no derivatives of what a function with its own derivative closes over.
+    The first may have a derivative, the second, such as masks and keys, has none. A function with
+    its own derivative must not close over what is traced.
     """
     # A new function, so that JAX does not keep what another call of the same body closed over.
     traced, out = jax.make_jaxpr(lambda x, layer: body(x, layer), return_shape=True)(x, layer)
+    forms = [jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", tree) for tree in (out, x)]
+    if forms[0] != forms[1]:
+        raise TypeError(
+            f"{_NAME}: body returns {forms[0]}, but its first argument is {forms[1]}; it must "
+            "return the next layer's input, with the same tree, shapes and dtypes."
+        )
     constants = list(traced.consts)
-    closed = [
-        i
-        for i, c in enumerate(constants)
-        if isinstance(c, jax.core.Tracer) and jnp.issubdtype(c.dtype, jnp.inexact)
-    ]
+    traces = [i for i, c in enumerate(constants) if isinstance(c, jax.core.Tracer)]
+    closed = [i for i in traces if jnp.issubdtype(constants[i].dtype, jnp.inexact)]
+    others = [i for i in traces if i not in closed]
 
-    def converted(x: Pytree, layer: Pytree, values: Pytree) -> Pytree:
-        own = dict(zip(closed, values, strict=True))
+    def converted(x: Pytree, layer: Pytree, values: Pytree, rest: Pytree) -> Pytree:
+        own = dict(zip(closed + others, [*values, *rest], strict=True))
         given = [own.get(i, c) for i, c in enumerate(constants)]
         results = _compat.evaluate(traced, given, jax.tree.leaves((x, layer)))
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
-    return converted, [constants[i] for i in closed]
+    return converted, [constants[i] for i in closed], [constants[i] for i in others]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
     """The static part of a call."""
 
-    body: Callable[[Pytree, Pytree, Pytree], Pytree]
+    body: Callable[..., Pytree]
     gathers: rows.Gather
     transposed: Callable[[Pytree, Key], Pytree]
     count: int
@@ -116,10 +121,11 @@ class _Stack:
         return self.transposed(gradient, folded(_NAME, key, layer))
 
     def back(
-        self, x: Pytree, whole: Pytree, closed: Pytree, cotangent: Pytree
+        self, x: Pytree, whole: Pytree, closed: Pytree, others: Pytree, cotangent: Pytree
     ) -> tuple[Pytree, Pytree, Pytree]:
         """Returns the cotangents of one layer's input, its weights, and what `body` closes over."""
-        out: tuple[Pytree, Pytree, Pytree] = jax.vjp(self.body, x, whole, closed)[1](cotangent)
+        body = lambda *given: self.body(*given, others)  # noqa: E731
+        out: tuple[Pytree, Pytree, Pytree] = jax.vjp(body, x, whole, closed)[1](cotangent)
         return out
 
 
@@ -132,31 +138,35 @@ def _between(tree: Pytree, first: int, last: int) -> Pytree:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(stack: _Stack, x: Pytree, shards: Pytree, closed: Pytree, key: Key) -> Pytree:
-    return _forward(stack, x, shards, closed, key)[0]
+def _scan(
+    stack: _Stack, x: Pytree, shards: Pytree, closed: Pytree, fixed: tuple[Key, Pytree]
+) -> Pytree:
+    return _forward(stack, x, shards, closed, fixed)[0]
 
 
 def _forward(
-    stack: _Stack, x: Pytree, shards: Pytree, closed: Pytree, key: Key
+    stack: _Stack, x: Pytree, shards: Pytree, closed: Pytree, fixed: tuple[Key, Pytree]
 ) -> tuple[Pytree, Pytree]:
+    key, others = fixed
+
     def layer(carry: Pytree, following: Pytree) -> tuple[Pytree, Pytree]:
         x, whole = carry
         number, shard = following
         # The gather and the body do not depend on each other, so the next weights arrive while this
         # layer computes.
         ahead = stack.gather(shard, key, number)
-        return (stack.body(x, whole, closed), ahead), x
+        return (stack.body(x, whole, closed, others), ahead), x
 
     first = stack.gather(_at(shards, 0), key, 0)
     following = jnp.arange(1, stack.count, dtype=jnp.int32), _between(shards, 1, stack.count)
     (x, whole), inputs = lax.scan(layer, (x, first), following)
-    return stack.body(x, whole, closed), (inputs, x, shards, closed, key)
+    return stack.body(x, whole, closed, others), (inputs, x, shards, closed, fixed)
 
 
 def _backward(
     stack: _Stack, saved: Pytree, cotangent: Pytree
 ) -> tuple[Pytree, Pytree, Pytree, None]:
-    inputs, x, shards, closed, key = saved
+    inputs, x, shards, closed, (key, others) = saved
     last = stack.count - 1
     add = functools.partial(jax.tree.map, jnp.add)
 
@@ -166,16 +176,16 @@ def _backward(
         number, shard, x = before
         ahead = stack.gather(shard, key, number - 1)
         done = stack.scatter(gradient, key, number + 1)
-        cotangent, gradient, more = stack.back(x, whole, closed, cotangent)
+        cotangent, gradient, more = stack.back(x, whole, closed, others, cotangent)
         return (cotangent, ahead, gradient, add(total, more)), done
 
     whole = stack.gather(_at(shards, last), key, last)
     if last == 0:
-        cotangent, gradient, total = stack.back(x, whole, closed, cotangent)
+        cotangent, gradient, total = stack.back(x, whole, closed, others, cotangent)
         done = stack.scatter(gradient, key, 0)
         return cotangent, jax.tree.map(lambda leaf: leaf[None], done), total, None
     ahead = stack.gather(_at(shards, last - 1), key, last - 1)
-    cotangent, gradient, total = stack.back(x, whole, closed, cotangent)
+    cotangent, gradient, total = stack.back(x, whole, closed, others, cotangent)
     before = (
         jnp.arange(1, last, dtype=jnp.int32),
         _between(shards, 0, last - 1),
@@ -185,7 +195,7 @@ def _backward(
         layer, (cotangent, ahead, gradient, total), before, reverse=True
     )
     second = stack.scatter(gradient, key, 1)
-    cotangent, gradient, more = stack.back(_at(inputs, 0), whole, closed, cotangent)
+    cotangent, gradient, more = stack.back(_at(inputs, 0), whole, closed, others, cotangent)
     first = stack.scatter(gradient, key, 0)
     join = lambda a, b, rest: jnp.concatenate([a[None], b[None], rest])  # noqa: E731
     return cotangent, jax.tree.map(join, first, second, later), add(total, more), None

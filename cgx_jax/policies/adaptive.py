@@ -201,7 +201,7 @@ class Adaptive(Policy):
         progress = self.progress
         if progress.pending is None or progress.step < progress.pending[0]:
             return
-        measured = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress.pending[1])
+        measured = jax.tree.map(statistics.own, progress.pending[1])
         progress.pending = None
         _require_same(measured)
         averages = statistics.mean(measured)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax._types import Json
 from cgx_jax.compressors import Compressor
 from cgx_jax.host import untrusted
 from cgx_jax.leaves import Leaf
+from cgx_jax.policies import statistics
 from cgx_jax.policies.decide import Compressors, Refresh
 from cgx_jax.policies.statistics import Statistics
 
@@ -99,7 +99,7 @@ def save(progress: Progress, leaves: Sequence[Leaf]) -> Json:
     pending = None
     if progress.pending is not None:
         due, measured = progress.pending
-        pending = [due, [np.asarray(x.addressable_data(0)).tolist() for x in measured]]
+        pending = [due, [statistics.own(x).tolist() for x in measured]]
     nonfinite = None if progress.nonfinite is None else progress.nonfinite.tolist()
     return {
         "format": FORMAT,
@@ -166,7 +166,9 @@ def _statistics(sums: Any, adaptive: int, candidates: int) -> Statistics:
             f"{adaptive} adaptive leaves and {candidates} candidates; pass the candidates and the "
             "base of the run that saved it."
         )
-    return Statistics(*(jnp.asarray(x, jnp.float32).reshape(y.shape) for x, y in pairs))
+    # NumPy's, since a step may be traced here.
+    arrays: list[Any] = [np.asarray(x, np.float32).reshape(y.shape) for x, y in pairs]
+    return Statistics(*arrays)
 
 
 def saved_leaves(saved: Sequence[tuple[str, tuple[int, ...], str]]) -> tuple[Leaf, ...]:

@@ -152,6 +152,11 @@ def squared_errors(rows: jax.Array, filled: Any, candidates: Sequence[Compressor
     return jnp.stack(columns, axis=1) if columns else jnp.zeros((len(rows), 0), jnp.float32)
 
 
+def own(x: Any) -> np.ndarray:
+    """Returns this process's copy of an array that all devices hold, or of one that was saved."""
+    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
+
+
 def mean(statistics: Statistics) -> dict[str, np.ndarray]:
     """Averages over the observed steps as numpy float64: weight, error, square, nonfinite.
 

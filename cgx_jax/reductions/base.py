@@ -32,10 +32,10 @@ class Job:
     `name` is the call that the user wrote, and `collective` says what it leaves on each rank.
     `leaves` hold compressors, shapes and dtypes; those of a reduce-scatter are rows. Sums over
     `axes` travel by `exchange` and are divided by `divisor`. `residual` asks for what this rank
-    lost. `number` is the job's place in its call. `in_place` says that the program computes all
-    leaves itself, so sums may reuse their memory. For a large buffer, new memory costs more than
-    the reduction does, since the system maps it page by page. A leaf that is a parameter of the
-    program belongs to the program's caller: XLA would first copy it, which costs even more.
+    lost. `number` tells apart the jobs of a call that are started. `in_place` says that the program
+    computes all leaves itself, so sums may reuse their memory. For a large buffer, new memory costs
+    more than the reduction does, since the system maps it page by page. A leaf that is a parameter
+    of the program belongs to the program's caller: XLA would first copy it, which costs even more.
     """
 
     name: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -133,7 +133,6 @@ def _jobs(
     _check_operands(route, listed, leaves, key)
     assert states is not None
     seeds = _seeds(route, key)
-    number = itertools.count()
     for buffer, way in route.taken.items():
         own: dict[int, jax.Array] = {i: jnp.asarray(leaves[i]) for i in buffer}
         for part, shared in _parts(buffer, own, plan.compressors):
@@ -148,9 +147,19 @@ def _jobs(
             )
             job = _job(route, part, way.exchange, given.leaves, residual=residual)
             if ticket is not None and reduction.starts(job):
-                job = dataclasses.replace(job, number=next(number))
+                job = dataclasses.replace(job, number=_number(part, reduction, job))
                 given = given._replace(ticket=ticket)
             yield part, (reduction, job), given
+
+
+def _number(part: tuple[int, ...], reduction: Reduction, job: Job) -> int:
+    """Returns the number of a job that is started.
+
+    Where the plan changes before the job is finished, what was started is not found, and so never
+    taken for another leaf's or another code's.
+    """
+    text = repr((part, reduction, [leaf.compressor for leaf in job.leaves]))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def values_of(route: Route, leaves: Sequence[Any], key: Key) -> list[Any]:

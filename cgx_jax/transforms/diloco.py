@@ -72,7 +72,7 @@ def diloco(
       the rest are the shared ones.
     * `update(..., weight=w)`: the mean counts this worker `w` times, such as its number of tokens.
       The weight of the step that sends counts. Weights are 0 or more. A worker with weight 0 adds
-      nothing, whatever its parameters are; if all weights are 0, no parameter moves.
+      nothing, whatever its parameters are; if all weights are 0, the outer gradient is 0.
 
     A worker may be many devices, on a mesh whose other axes XLA handles. `specs` say how parameters
     are sharded over these, as in `sync_gradients`; `init` shards its state alike. Nothing overlaps

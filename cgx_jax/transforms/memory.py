@@ -84,7 +84,7 @@ class ErrorFeedback(Memory):
         _require_schedule("ErrorFeedback", self.learning_rate)
 
     def init(self, x: Shaped) -> tuple[jax.Array, ...]:
-        return (_no_residual(x),)
+        return (_zeros(x),)
 
     def compensate(
         self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
@@ -128,7 +128,7 @@ class MomentumCorrection(Memory):
         _require_schedule("MomentumCorrection", self.learning_rate)
 
     def init(self, x: Shaped) -> tuple[jax.Array, ...]:
-        return _no_residual(x), jnp.zeros(x.shape, x.dtype)
+        return _zeros(x), _zeros(x)
 
     def compensate(
         self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
@@ -147,7 +147,7 @@ class MomentumCorrection(Memory):
         return _in_rates(residual, kept), velocity
 
 
-def _no_residual(x: Shaped) -> jax.Array:
+def _zeros(x: Shaped) -> jax.Array:
     # A sum in bfloat16 or float16 stops growing once what is added is less than half an ulp, and
     # residuals times small rates leave the range of float16.
     return jnp.zeros(x.shape, jnp.float32 if np.dtype(x.dtype).itemsize < 4 else x.dtype)

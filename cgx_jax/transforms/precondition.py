@@ -144,8 +144,9 @@ class SecondMoment:
     A value's unit is the product of its row's unit and its column's unit (columns lie along the
     last axis). Each is the root of a mean square in fp32. Units differ only as far as the
     differences exceed chance. After the first step no difference counts yet; later steps that
-    repeat a difference confirm it. `decay` in (0, 1) is the decay of the averages. `floor` in
-    (0, 1] is the least factor, as a share of the usual one.
+    repeat a difference confirm it. A step with a mean whose square leaves fp32 (above 1e19) changes
+    no unit, as if the mean were not finite. `decay` in (0, 1) is the decay of the averages. `floor`
+    in (0, 1] is the least factor, as a share of the usual one.
 
     Raises ValueError for a decay or floor outside their ranges. Source: ours. The moments are
     Adam's (Kingma and Ba, ICLR 2015), factored as in Adafactor (Shazeer and Stern, ICML 2018) and

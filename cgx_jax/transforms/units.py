@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cgx_jax import _compat
 from cgx_jax._types import Pytree
 from cgx_jax.axes import after
 from cgx_jax.kernels.nonfinite import all_finite
@@ -51,12 +52,15 @@ def moved(
         step = after(step, [finite])  # the squares are summed in a branch
 
     before = old._replace(lines=())
+    # Exact leaves may be sharded over another axis of an explicit mesh.
+    varying = frozenset[str]().union(*map(_compat.varying_axes, exact))
+    fine = _compat.vary_over(jnp.ones((), bool), varying)
 
     def update() -> tuple[Moments, jax.Array]:
         new = precondition.update(before, share.shapes, share.squares(means), step)
-        return new, all_finite([new.shares, new.spreads, *exact])
+        return new, all_finite([new.shares, new.spreads, *exact]) & fine
 
-    new, usable = lax.cond(precondition.due(step), update, lambda: (before, jnp.ones((), bool)))
+    new, usable = lax.cond(precondition.due(step), update, lambda: (before, fine))
     finite = axes.on_every_rank(jnp.asarray(finite) & usable, alike=True)
     new = jax.tree.map(functools.partial(jnp.where, finite), new, before)
     return new._replace(lines=old.lines), finite

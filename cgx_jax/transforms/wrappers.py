@@ -29,6 +29,9 @@ def check_options(axis_name: AxisName, mesh: Mesh | AbstractMesh | None) -> None
         raise TypeError(f"{_NAME}: mesh={mesh!r} is not a jax.sharding.Mesh. {_INJECT}")
 
 
+_STAY = "its memory and moments stay as they were"
+
+
 def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
     """Raises ValueError if an Optax wrapper around the caller cannot work across ranks.
 
@@ -37,7 +40,16 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
     this function reads it, while tracing only.
     """
     around = _optax_callers()
-    after = f"Put it after {caller}, where all ranks see the same mean: optax.chain({caller}(...), "
+    workers = caller in ("diloco", "local_steps")  # which have an optimizer of their own
+
+    def elsewhere(wrapped: str) -> str:
+        if workers:
+            return f"Put it around the optimizer of each worker: {caller}({wrapped}, ...)."
+        return (
+            f"Put it after {caller}, where all ranks see the same mean: "
+            f"optax.chain({caller}(...), {wrapped})."
+        )
+
     agree = (
         f"After {caller}, a rank would decide by its own shard only. Let the ranks agree in the "
         "training step: take jax.lax.pmin of whether the gradients are finite."
@@ -47,25 +59,26 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
             f"{caller}: optax.apply_if_finite around it checks the gradients of one rank. If they "
             "are not finite, only that rank skips the reduction, and all others wait for it "
             "forever. "
-            + (agree if shards else f"{after}optax.apply_if_finite(optimizer, n)).")
-            + f" {caller} skips such a step by itself: its memory and moments stay as they were."
+            + (agree if shards else elsewhere("optax.apply_if_finite(optimizer, n)"))
+            + ("" if workers else f" {caller} skips such a step by itself: {_STAY}.")
         )
     if "MultiSteps" in around and _skips(around["MultiSteps"]):
         multi_steps = (
-            "optax.MultiSteps(optimizer, k, should_skip_update_fn=...).gradient_transformation())."
+            "optax.MultiSteps(optimizer, k, should_skip_update_fn=...).gradient_transformation()"
         )
         raise ValueError(
             f"{caller}: optax.MultiSteps with should_skip_update_fn around it checks the "
             "gradients of one rank. If it skips, only that rank leaves out the reduction, and "
-            "all others wait for it forever. " + (agree if shards else after + multi_steps)
+            "all others wait for it forever. " + (agree if shards else elsewhere(multi_steps))
         )
     if checked and "MultiSteps" in around:
         raise ValueError(
             f"{caller}: optax.MultiSteps around it accumulates gradients that differ between ranks "
             "in a state that check_vma takes to be replicated. It also runs the reduction in "
-            f"every mini-step. Put it after {caller}: optax.chain({caller}(...), "
-            "optax.MultiSteps(optimizer, k).gradient_transformation()). To reduce once per k "
-            "mini-steps, add up the gradients in the training step (docs/training_loops.md)."
+            "every mini-step. "
+            + elsewhere("optax.MultiSteps(optimizer, k).gradient_transformation()")
+            + " To reduce once per k mini-steps, add up the gradients in the training step "
+            "(docs/training_loops.md)."
         )
 
 
