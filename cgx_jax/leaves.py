@@ -47,7 +47,7 @@ def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype in which exact sums run: narrower numbers are widened to 32 bits.
 
     Sums of float16 may overflow where the mean does not, sums of bfloat16 round at every rank, and
-    over gloo, XLA's sums of numbers of 16 bits and fewer lose operands.
+    over gloo, XLA's sums of float16 have lost operands.
     """
     dtype = np.dtype(dtype)
     if dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4):
