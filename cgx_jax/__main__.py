@@ -51,10 +51,11 @@ def main() -> int:
     if arguments.distributed is not None:
         try:
             jax.distributed.initialize(cluster_detection_method=arguments.distributed or None)
-        except (ValueError, RuntimeError) as error:
+        except (ImportError, KeyError, ValueError, RuntimeError) as error:
             parser.error(
-                f"--distributed: JAX does not find the other processes: {error} Start this command "
-                "once per rank with mpirun or srun, or name the launcher: --distributed mpi4py"
+                "--distributed: JAX does not find the other processes "
+                f"({type(error).__name__}: {error}). Start this command once per rank with mpirun "
+                "or srun, or name the launcher: --distributed mpi4py"
             )
     if arguments.command == "doctor":
         return doctor.run(arguments.json)
@@ -62,10 +63,13 @@ def main() -> int:
         parser.error("one device has nothing to reduce; pass --devices 8 to simulate 8 on this CPU")
     for name in ("json", "png", "out"):
         if (path := getattr(arguments, name, None)) and jax.process_index() == 0:
+            there = path.exists()
             try:  # now, and not after minutes of measuring
                 bench.parent(path).open("a").close()
             except OSError as error:
                 parser.error(f"--{name}: {error}")
+            if not there:
+                path.unlink()
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     if arguments.command == "tune":
         _tune(mesh, arguments)

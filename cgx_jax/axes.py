@@ -358,7 +358,8 @@ def _together(
     arrays = [jnp.asarray(x) for x in leaves]
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
-        if 0 < x.nbytes <= SMALL_BYTES and not x.aval.weak_type:
+        whole = not any(jax.typeof(x).sharding.spec)  # over the axes of an explicit mesh
+        if 0 < x.nbytes <= SMALL_BYTES and not x.aval.weak_type and whole:
             alike.setdefault((x.dtype, jax.typeof(x).mat), []).append(i)
     groups = [numbers for numbers in alike.values() if len(numbers) > 1]
     joined = {i for numbers in groups for i in numbers}

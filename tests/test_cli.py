@@ -183,7 +183,8 @@ def test_wrong_options_are_refused(arguments, message, ended, capsys):
     ("arguments", "message"),
     [
         (("bench", "--devices", 1), "pass --devices 8 to simulate"),
-        (("tune", "--distributed"), "--distributed: JAX does not find the other processes: "),
+        (("tune", "--distributed"), "--distributed: JAX does not find the other processes "),
+        (("tune", "--distributed", "slurm"), "(KeyError: 'SLURM_JOB_ID'). Start this command"),
         (("tune", "--devices", 2, "--out", "/dev/null/out"), "--out: [Errno"),
         (("compare", "job", "--devices", 2, "--exchange", "mpi"), "one process per rank instead"),
     ],

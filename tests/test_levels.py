@@ -36,6 +36,11 @@ CODES = {
     "one-shot": (Quantize(4, 64), "gather_sum"),
     "every other rank": (Quantize(4, 64), "gather_sum", every_other),
     "tree": (Quantize(4, 64, "stochastic"), "tree"),
+    "compressed inside": (
+        Quantize(4, 64),
+        "gather_sum",
+        lambda world: Levels("local", compressor=Quantize(2, 64)),
+    ),
     "chunked": (Steps(), None),
     "sparse": (Largest(), None),
     "summed": (Stateless(), None),

@@ -83,10 +83,14 @@ def _converted(
     """
     # A new function, so that JAX does not keep what another call of the same body closed over.
     traced, out = jax.make_jaxpr(lambda x, layer: body(x, layer), return_shape=True)(x, layer)
-    forms = [jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", tree) for tree in (out, x)]
+    forms = []
+    for tree in (out, x):
+        leaves, treedef = jax.tree.flatten(tree)
+        forms.append(([(v.shape, v.dtype) for v in leaves], treedef))
     if forms[0] != forms[1]:
+        shown = [", ".join(f"{d}{list(s)}" for s, d in own) + f" in {t}" for own, t in forms]
         raise TypeError(
-            f"{_NAME}: body returns {forms[0]}, but its first argument is {forms[1]}; it must "
+            f"{_NAME}: body returns {shown[0]}, but its first argument is {shown[1]}; it must "
             "return the next layer's input, with the same tree, shapes and dtypes."
         )
     constants = list(traced.consts)

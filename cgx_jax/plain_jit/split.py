@@ -202,7 +202,7 @@ def _refuse(
         return None if split is None else split.dimension
 
     lengths = Counter(arrays[i].shape[0] for i in open_ if found[i] is None)
-    size = max(lengths, key=lambda n: (n % ranks.world == 0, lengths[n]))
+    size = max(lengths, key=lambda n: (n > 0 and n % ranks.world == 0, lengths[n]))
     written = {}
     for number in dict.fromkeys(places[i].argument for i in open_):
         own = [i for i, p in enumerate(places) if p.argument == number]
