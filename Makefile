@@ -68,7 +68,7 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
-# Enough for traces with lines: all that -g writes takes a third of the time of a build.
+# Traces show lines. All of -g would make builds slower.
 CXX_DEBUG := -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1"
 
 # Kernels share no memory, so the thread sanitizer sees one build of them.

@@ -46,8 +46,7 @@ class Leaf:
 def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype in which exact sums run: narrower numbers are widened to 32 bits.
 
-    Sums of float16 may overflow where the mean does not, sums of bfloat16 round at every rank, and
-    over gloo, XLA's sums of float16 have lost operands.
+    Sums of float16 may overflow where the mean does not, and sums of bfloat16 round at every rank.
     """
     dtype = np.dtype(dtype)
     if dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4):

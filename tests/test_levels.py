@@ -16,7 +16,7 @@ from cgx_jax.axes import Axes, sum_of_rows
 from cgx_jax.compressors import SignSGD, Signum
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.reductions import GatherSum, Levels, ScatterGather, Tree
-from cgx_jax.reductions.levels import Leveled, nodes_of
+from cgx_jax.reductions.levels import Leveled, ranks_by_node
 from reducing import pmean_with_residual
 from toys import Difference, Largest, Stateless, Steps
 from worlds import first, normal, on_ranks, placed, stacked, stepper
@@ -66,7 +66,8 @@ def leveled(levels, mesh, across, axes=AXES):
     def trace():
         whole = Axes.resolve("here", axes, None)
         inner, outer = levels.split("here", whole)
-        made.append(Leveled(across, inner, outer, nodes_of(whole, inner), levels.compressor))
+        nodes = ranks_by_node(whole, inner)
+        made.append(Leveled(across, inner, outer, nodes, levels.compressor))
         return ()
 
     made = []

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, vag
@@ -555,6 +556,23 @@ def test_means_of_integers_keep_their_dtype(case, scale):
     want = jax.jit(loss)(params, x, y)[1]
     assert got.dtype == want.dtype
     assert got == want
+
+
+def test_means_that_are_sharded_over_another_axis_stand_beside_whole_ones():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((32, 64), (16, 32)))
+
+    def loss(w, x):
+        hidden = x @ w
+        return jnp.square(hidden).mean(), {"columns": hidden.mean(0), "mean": hidden.mean()}
+
+    with jax.set_mesh(mesh):
+        w, x = jax.device_put(w, P(None, "model")), jax.device_put(x, P("data"))
+        f = vag(loss, mesh=mesh, has_aux=True, aux_specs="mean")
+        (_, got), _ = jax.jit(f)(w, x)
+        _, want = jax.jit(loss)(w, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
 
 
 @pytest.mark.parametrize("loss", ["mean", "ratio"])

@@ -44,9 +44,9 @@ class SignSGD(_Vote):
     A value takes one bit. Sums are 1 where more ranks are positive, -1 where more are negative, and
     0 in a tie, so a mean is the same as a sum. A zero counts as positive, and NaN, which a bit
     cannot carry, as negative. Ties need a third value, so over an even number of ranks the sums
-    take 1.6 bits per value. What is summed exactly, as on one rank, small leaves and small buffers
-    under "auto", is not a vote: it has the scale of the gradients. Error feedback raises
-    ValueError, since a sign may be larger than its value: see `ScaledSign`. Source: signSGD with
+    take 1.6 bits per value. Exact sums are no votes and have the scale of the gradients: those of
+    small leaves, of small buffers under "auto", and on one rank. Error feedback raises ValueError,
+    since a sign may be larger than its value: see `ScaledSign`. Source: signSGD with
     majority vote (Bernstein et al., 2018 and 2019).
     """
 

@@ -266,8 +266,13 @@ def largest_error(error_bound: Callable[[jax.Array], jax.Array], size: jax.Array
 
     All that is known of such values is that none is larger than the largest of `size`.
     """
+    return error_bound(widest(size)).max()
+
+
+def widest(size: jax.Array) -> jax.Array:
+    """Returns values of the widest range among those whose magnitudes are at most `size`."""
     signs = jnp.where(jnp.arange(size.size) % 2 == 0, 1.0, -1.0).reshape(size.shape)
-    return error_bound(signs * size.max()).max()
+    return signs * size.max()
 
 
 def sum_of_bounds(compressor: PayloadCompressor, x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from cgx_jax.compressors.codes import folded
 from cgx_jax.kernels import scaling
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.reductions import shares
-from cgx_jax.reductions.base import Job, Operands, PayloadReduction, Reduced, Reduction
+from cgx_jax.reductions.base import Job, Operands, PayloadReduction, Reduced, Reduction, widest
 from cgx_jax.reductions.reduce_scatter import ReduceScatter
 
 
@@ -81,7 +81,7 @@ class Levels:
         return Axes.resolve(caller, self.inner, None), Axes.resolve(caller, outer, None)
 
 
-def nodes_of(axes: Axes, inner: Axes) -> tuple[tuple[int, ...], ...]:
+def ranks_by_node(axes: Axes, inner: Axes) -> tuple[tuple[int, ...], ...]:
     """Returns the ranks of each node of `axes`, in the order of the axes inside and across."""
     if inner.groups is not None:
         return inner.groups
@@ -98,7 +98,7 @@ class Leveled(Reduction):
     The sum inside a node is exact unless there is a `compressor`. Each rank of a node reduces its
     own share across nodes, so a node sends no more than one rank would in a flat reduction. The
     encoded sums then travel inside the node, so all ranks decode the same bytes. One exchange moves
-    rows on both levels. `nodes` are those of `nodes_of`.
+    rows on both levels. `nodes` come from `ranks_by_node`.
     """
 
     across: PayloadReduction
@@ -150,16 +150,14 @@ class Leveled(Reduction):
         runs = jnp.stack([shares.cut(row, self.inner.world) for row in x])  # [rank, share, ...]
         sums = runs[np.array(self.nodes)].sum(1)  # [node, share, ...]
         between = functools.partial(self.across.error_bound, compressor, divisor=divisor)
-        bound = jax.vmap(between, in_axes=1)(sums)
-        if self.compressor is not None:
-            inside = jax.vmap(jax.vmap(self.compressor.error_bound))(runs).sum(0)
-            # An error inside a node widens the range of what is encoded between nodes.
-            within = tuple(range(2, sums.ndim))
-            most = (jnp.abs(sums) + inside).max(within, keepdims=True)
-            signs = jnp.where(jnp.arange(sums[0, 0].size) % 2 == 0, 1.0, -1.0)
-            bound = jax.vmap(between, in_axes=1)(signs.reshape(sums.shape[2:]) * most)
-            bound = bound.max(tuple(range(1, bound.ndim)), keepdims=True) + inside / divisor
-        return shares.joined(bound, x[0])
+        if self.compressor is None:
+            return shares.joined(jax.vmap(between, in_axes=1)(sums), x[0])
+        inside = jax.vmap(jax.vmap(self.compressor.error_bound))(runs).sum(0)
+        # An error inside a node widens the range of what is encoded between nodes.
+        most = jax.vmap(jax.vmap(widest))(jnp.abs(sums) + inside)
+        bound = jax.vmap(lambda x: between(x).max(), in_axes=1)(most)
+        each = jax.vmap(jnp.add)(inside / divisor, bound)
+        return shares.joined(each, x[0])
 
     def run(self, job: Job, given: Operands) -> Reduced:
         across, world = self.across, self.inner.world

@@ -19,7 +19,7 @@ from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, Levels, Reduction
 from cgx_jax.reductions.all_gather import AllGather
 from cgx_jax.reductions.base import PayloadReduction
-from cgx_jax.reductions.levels import Leveled, nodes_of
+from cgx_jax.reductions.levels import Leveled, ranks_by_node
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.reductions.reduce_scatter import ReduceScatter
@@ -319,7 +319,7 @@ def _over_levels(
             )
     if not isinstance(reduction, PayloadReduction):
         return reduction  # its arrays are small
-    nodes = nodes_of(options.axes, inner)
+    nodes = ranks_by_node(options.axes, inner)
     return Leveled(reduction, inner, outer, nodes, options.levels.compressor)
 
 

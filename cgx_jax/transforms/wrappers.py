@@ -29,9 +29,6 @@ def check_options(axis_name: AxisName, mesh: Mesh | AbstractMesh | None) -> None
         raise TypeError(f"{_NAME}: mesh={mesh!r} is not a jax.sharding.Mesh. {_INJECT}")
 
 
-_STAY = "its memory and moments stay as they were"
-
-
 def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
     """Raises ValueError if an Optax wrapper around the caller cannot work across ranks.
 
@@ -60,7 +57,7 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
             "are not finite, only that rank skips the reduction, and all others wait for it "
             "forever. "
             + (agree if shards else elsewhere("optax.apply_if_finite(optimizer, n)"))
-            + ("" if workers else f" {caller} skips such a step by itself: {_STAY}.")
+            + ("" if workers else f" {caller} keeps its memory and moments in such a step.")
         )
     if "MultiSteps" in around and _skips(around["MultiSteps"]):
         multi_steps = (
