@@ -415,7 +415,10 @@ def after(number: jax.Array, arrays: Iterable[Any]) -> jax.Array:
     first = [_a_bit_of(x) for x in arrays]
     axes = frozenset().union(*map(_compat.varying_axes, first))
     seen = jnp.concatenate([_compat.vary_over(x, axes) for x in first]).any()
-    return number + _compat.same_everywhere(zero * seen.astype(jnp.int32))
+    same = number + _compat.same_everywhere(zero * seen.astype(jnp.int32))
+    # XLA would otherwise compute it again for each branch.
+    barred: jax.Array = lax.optimization_barrier(same)
+    return barred
 
 
 def _a_bit_of(x: jax.Array) -> jax.Array:
