@@ -1,7 +1,7 @@
 """Measures, tunes and examines a cgx_jax installation, and compares methods.
 
     python -m cgx_jax bench --devices 8 --png sweep.png
-    python -m cgx_jax tune --devices 8 --out profile.json
+    python -m cgx_jax tune --out profile.json
     python -m cgx_jax compare train --devices 8 --png compare.png
     python -m cgx_jax doctor
 
@@ -26,6 +26,7 @@ from cgx_jax.choice import auto
 from cgx_jax.choice.profile import ONE_SHOT, Profile
 from cgx_jax.commands import bench, compare, doctor, rig, trial
 from cgx_jax.exchanges.table import EXCHANGES
+from cgx_jax.host import agreement
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.tuning import sweep
 from cgx_jax.tuning.link_timer import LinkTimer, size_in_bytes, size_text
@@ -35,13 +36,25 @@ AXIS = "ranks"
 
 def main() -> int:
     """Runs the command line and returns the exit code."""
+    try:
+        return _run()
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run() -> int:
     parser = _parser()
     arguments = parser.parse_args()
-    if getattr(arguments, "png", None) and not importlib.util.find_spec("matplotlib"):
-        parser.error("--png needs matplotlib: pip install matplotlib")
+    if png := getattr(arguments, "png", None):
+        if png.suffix != ".png":
+            parser.error(f"--png {png}: pass a name that ends in .png")
+        if not importlib.util.find_spec("matplotlib"):
+            parser.error("--png needs matplotlib: pip install matplotlib")
     if arguments.devices is not None and arguments.devices < 1:
         parser.error(f"--devices {arguments.devices}: pass a number of 1 or more, such as 8")
     if getattr(arguments, "link", None):
+        if arguments.devices is not None or arguments.distributed is not None:
+            parser.error("--link starts processes itself; leave out --devices and --distributed")
         if not rig.joined():
             return _at_both_ends(arguments.link, parser)
         rig.initialize()
@@ -62,14 +75,10 @@ def main() -> int:
     if jax.device_count() == 1:
         parser.error("one device has nothing to reduce; pass --devices 8 to simulate 8 on this CPU")
     for name in ("json", "png", "out"):
-        if (path := getattr(arguments, name, None)) and jax.process_index() == 0:
-            there = path.exists()
-            try:  # now, and not after minutes of measuring
-                bench.parent(path).open("a").close()
-            except OSError as error:
-                parser.error(f"--{name}: {error}")
-            if not there:
-                path.unlink()
+        try:  # now, and not after minutes of measuring
+            agreement.writable(getattr(arguments, name, None))
+        except OSError as error:
+            parser.error(f"--{name}: {error}")
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     if arguments.command == "tune":
         _tune(mesh, arguments)
@@ -79,7 +88,7 @@ def main() -> int:
         _follow(arguments.profile, mesh.size, parser)
     if arguments.command == "compare":
         exchange = next(e for e in EXCHANGES if e.shorthand == arguments.exchange)
-        if problem := exchange.missing((AXIS,)):
+        if problem := exchange.missing():
             parser.error(f"--exchange {arguments.exchange} does not work here: {problem}")
         try:
             compare.run(

@@ -19,6 +19,7 @@ Expected: the loss falls from about 6.1 to below 3.3 nats per byte, and the last
 import argparse
 import importlib.util
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -51,8 +52,13 @@ def start_ranks(given: argparse.Namespace) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         command += ["--coordinator", f"127.0.0.1:{probe.getsockname()[1]}"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ranks = [subprocess.Popen([*command, "--rank", str(r)]) for r in range(given.world)]
-    codes = [rank.wait() for rank in ranks]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     return next((code for code in codes if code), 0)
 
 

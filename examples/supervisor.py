@@ -1,9 +1,11 @@
 """Starts the workers of 09_elastic.py, kills one, and starts others in their place."""
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -92,10 +94,13 @@ class Supervisor:
             return codes[0]
         if all(code in (None, 0, JOINED, DIVERGED) for code in codes):
             return None
+        self.end()
+        return 1
+
+    def end(self) -> None:
         for worker in self.workers:
             worker.kill()
             worker.wait()
-        return 1
 
     def wait_for_step(self, step: int, seconds: float = 300) -> None:
         """Returns once all steps before `step` were taken, or the workers have ended."""
@@ -150,8 +155,11 @@ def elsewhere(rate: str | None) -> int | None:
 def supervise(given: argparse.Namespace) -> int:
     """Kills one worker in the first half of the training and lets one rejoin in the second."""
     steps = given.steps
-    with tempfile.TemporaryDirectory() as name:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory())
         supervisor = Supervisor(Path(name), steps, given.round)
+        stack.callback(supervisor.end)
         supervisor.start(WORLD)
         supervisor.wait_for_step(steps // 3 + 2)
         victim = random.Random(given.seed).randrange(WORLD)

@@ -1,10 +1,18 @@
 """Ranks in processes of their own, which `jax.distributed` joins over gloo on loopback."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+needs_mpi = pytest.mark.skipif(
+    MPIEXEC is None, reason="no mpiexec: pip install mpich mpi4py runs these tests"
+)
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 HEADER = """
 import functools

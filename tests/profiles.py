@@ -8,7 +8,8 @@ from cgx_jax.host import installation
 
 MB = 1_000_000
 CODEC = Codec(plain=1e-9, noise=2e-9, rotation=3e-9, units=1.5e-9)
-ANOTHER = {"cpu": "a cpu", "cores": 2, "device": "cpu", "hosts": 1, "mpi": None}
+ANOTHER = {"cpu": "a cpu", "cores": 2, "device": "cpu", "mpi": None}
+ANOTHER |= {"processes": 1, "hosts": 1}
 ANOTHER |= {"jax": "0.10.2", "jaxlib": "0.10.2", "cgx_jax": "0.1.0"}
 
 

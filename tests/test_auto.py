@@ -134,7 +134,7 @@ def mpi_with(**options):
 
 
 BAD_TEXT = {
-    "another schema": (edited(schema=1), "schema=1, .* reads 4"),
+    "another schema": (edited(schema=1), "schema=1, .* reads 5"),
     "no schema": (edited(schema="gone"), "schema=None"),
     "a field too many": (edited(color=1), r"missing \[\], unknown \['color'\]"),
     "no speed": (edited(algbw=float("nan")), "algbw=nan"),
@@ -183,12 +183,12 @@ def test_what_is_no_profile_is_refused_with_the_remedy(name):
         Profile.from_json(text)
 
 
-@pytest.mark.parametrize("name", ["cpu", "cores", "device", "jax", "jaxlib", "cgx_jax"])
+@pytest.mark.parametrize("name", [*installation.facts(), "hosts"])
 def test_a_stale_profile_is_refused_with_both_values(name):
-    here = installation.facts()
-    other = 12345 if name == "cores" else "another"
+    here = installation.facts() | {"hosts": 1}
+    other = 12345 if isinstance(here[name], int) else "another"
     stale = dataclasses.replace(MEASURED, **(here | {name: other}))
-    both = re.escape(f"measured with {name} {other!r}, but this machine has {here[name]!r}")
+    both = re.escape(f"measured with {name} {other!r}, but here it is {here[name]!r}")
     with pytest.raises(ValueError, match=both + r".*tune again, or use_profile\(None\)"):
         use_profile(stale)
 

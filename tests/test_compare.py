@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import cgx_jax
 from cgx_jax.commands import compare
 from cgx_jax.commands.trial import METHODS, Method, Trial
 from cgx_jax.tuning.link_timer import LinkTimer
-from processes import command_line, finish, free_port
+from processes import MPIEXEC, command_line, finish, free_port, needs_mpi, start
 from worlds import normal, on_ranks
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
@@ -143,6 +144,9 @@ def test_targets_that_are_not_there_are_refused():
         compare.function_of("nowhere:f")
     with pytest.raises(compare.Refused, match=r"json has no function 'compare'; it has .*dumps"):
         compare.function_of("json")
+    for target in ("", ".train", ":f"):
+        with pytest.raises(compare.Refused, match="does not name a module"):
+            compare.function_of(target)
     assert compare.function_of("json:dumps") is json.dumps
 
 
@@ -177,6 +181,12 @@ def test_what_is_recommended_is_what_was_timed(name):
 def test_sums_of_numbers_go_by_xla():
     assert Trial(METHODS["powersgd"], "mpi").exchange == "xla"
     assert Trial(METHODS["4bit"], "mpi").exchange == "mpi"
+
+
+def test_what_is_recommended_names_the_exchange_that_was_timed():
+    assert Trial(METHODS["4bit"], "xla").write == 'Quantize(4), exchange="xla"'
+    assert Trial(METHODS["4bit"], "auto").write == "Quantize(4)"
+    assert Trial(METHODS["exact"], "xla").write == "lax.pmean"
 
 
 USERS_MODULE = """
@@ -238,3 +248,15 @@ def test_two_processes_compare_a_users_step(tmp_path):
     assert [row["sent_bytes"] for row in rows[1:]] == [0, plan.wire_bytes(2)]
     assert [row["method"] for row in found["diloco"]] == printed[5:8]
     assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_ranks_of_mpi_compare_a_users_step(tmp_path):
+    (tmp_path / "users.py").write_text(USERS_MODULE)
+    command = [MPIEXEC, "-n", "2", sys.executable, "-m", "cgx_jax", "compare", "users:build"]
+    command += ["--distributed", "mpi4py", "--exchange", "mpi", "--methods", "4bit", "--steps", "2"]
+    environment = {"FI_PROVIDER": "tcp", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)}
+    code, out, error = finish(start(command, **environment))
+    assert code == 0, error
+    assert "\n4bit " in out

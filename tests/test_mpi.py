@@ -20,15 +20,10 @@ from cgx_jax import Quantize
 from cgx_jax.exchanges import Mpi, mpi_rows
 from cgx_jax.kernels import native
 from mpi_programs import labels, labels_of_two, program
+from processes import MPIEXEC, needs_mpi
 
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")
 WORKER = pathlib.Path(__file__).with_name("mpi_worker.py")
-MPIEXEC = shutil.which(
-    "mpiexec", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
-)
-needs_mpi = pytest.mark.skipif(
-    MPIEXEC is None, reason="no mpiexec: pip install mpich mpi4py runs these tests"
-)
 
 
 def run(world, *scenario, code=0, kept=False):

@@ -1,7 +1,9 @@
 """Hosts on this machine, joined by links of the requested rate and delay."""
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +83,19 @@ def test_a_failed_rank_ends_the_others_and_its_output_is_shown():
     done = started(3, "1gbit", [sys.executable, "-c", fails])
     assert done.returncode == 1
     assert "rank 1 failed:\nno" in done.stderr
+
+
+@needs_link
+def test_an_interrupted_run_ends_its_ranks(tmp_path):
+    waits = f"import time; print('up', flush=True); time.sleep(600)  # {tmp_path}"
+    marked = [sys.executable, "-c", waits]
+    starts = f"from cgx_jax.commands import rig; rig.run(2, '1gbit', {marked!r})"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", starts], **pipes) as process:
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(signal.SIGINT)
+    processes = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not [line for line in processes if str(tmp_path).encode() in line]
 
 
 @pytest.mark.slow

@@ -379,6 +379,24 @@ def test_a_step_that_is_jitted_already_or_asks_nothing_is_refused():
         tuner().jit(lambda x: x + 1)(jnp.ones(3))
 
 
+def test_a_step_that_is_jitted_outside_or_keeps_a_part_is_refused():
+    training = Training(tuner())
+    with pytest.raises(ValueError, match=r"Tuner: .* would keep the first setting.*within jax.jit"):
+        jax.jit(training.step)(grads(), training.state)
+
+    own = tuner()
+
+    def total(x):
+        return cgx_jax.psum_compressed(x, "data", Quantize(4), exchange=own)
+
+    part = jax.jit(total)
+    whole = jax.shard_map(
+        lambda x: (total(x), part(x)), mesh=mesh(), in_specs=P("data"), out_specs=P()
+    )
+    with pytest.raises(ValueError, match=r"a part of it that calls sync_gradients, is already"):
+        own.jit(whole)(jnp.ones(3000))
+
+
 @pytest.mark.quick
 def test_a_plain_reduction_follows_the_tuner():
     """`psum_compressed` and `pmean_compressed` take a tuner as `sync_gradients` does."""

@@ -52,12 +52,12 @@ def use_profile(profile: Profile | str | os.PathLike[str] | None) -> Profile | N
     With several processes, each of them calls it after `jax.distributed.initialize`. Process 0's
     profile holds for all, and the others may pass None. Returns the profile that holds now. Clears
     JAX's caches when the profile changes, so that compiled functions are traced again. Raises
-    ValueError (on every process) if the profile is damaged or was measured on another machine or
-    with other versions. Raises OSError if the file cannot be read; with several processes that is a
-    ValueError on all of them.
+    ValueError (on every process) if the profile is damaged or was measured on other machines, with
+    another number of processes or hosts, or with other versions. Raises OSError if the file cannot
+    be read; with several processes that is a ValueError on all of them.
     """
     global _active
-    agreed = _load(profile) if jax.process_count() == 1 else _agree(profile)
+    agreed = _load(profile, 1) if jax.process_count() == 1 else _agree(profile)
     if agreed != _active:
         _active = agreed
         jax.clear_caches()
@@ -69,11 +69,11 @@ def active() -> Profile | None:
     return _active
 
 
-def _load(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
+def _load(source: Profile | str | os.PathLike[str] | None, hosts: int) -> Profile | None:
     if source is None:
         return None
     profile = source if isinstance(source, Profile) else _read(Path(source))
-    profile.check_here()
+    profile.check_here(hosts)
     return profile
 
 
@@ -86,10 +86,10 @@ def _read(path: Path) -> Profile:
 
 def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
     """Returns process 0's profile; sends its error too, so that none waits for a rank that left."""
-    message = b""
+    hosts, message = agreement.hosts(), b""
     if jax.process_index() == 0:
         try:
-            profile = _load(source)
+            profile = _load(source, hosts)
             message = b"" if profile is None else b"profile" + profile.to_json().encode()
         except (OSError, TypeError, ValueError) as error:
             message = f"use_profile: process 0 has no profile to follow: {error}".encode()

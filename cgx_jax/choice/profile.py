@@ -11,7 +11,7 @@ from cgx_jax.exchanges.base import Exchange
 from cgx_jax.exchanges.table import EXCHANGES
 from cgx_jax.host import installation, untrusted
 
-SCHEMA = 4
+SCHEMA = 5
 MOST_ROWS = 10_000
 MOST_RANKS = 1 << 20
 ONE_SHOT = "/gather_sum"  # after an exchange's name: with that reduction, not the default
@@ -50,7 +50,7 @@ class Codec(NamedTuple):
 class Profile:
     """How long `lax.psum` and each exchange take on the links of one mesh axis.
 
-    * `cpu`, `cores`, `device` (JAX's device kind) and `hosts` name the machine.
+    * `cpu`, `cores`, `device` (JAX's device kind), `processes` and `hosts` name the machines.
     * `jax`, `jaxlib`, `cgx_jax` and `mpi` (the MPI library, or None) are versions.
     * `world` and `axis` are the number of ranks and the name of the axis.
     * `latency` is the seconds of a psum of one value, `algbw` the bytes per second of the largest
@@ -69,6 +69,7 @@ class Profile:
     cpu: str
     cores: int
     device: str
+    processes: int
     hosts: int
     jax: str
     jaxlib: str
@@ -95,7 +96,7 @@ class Profile:
     def _check(self) -> None:
         for name in ("cpu", "device", "jax", "jaxlib", "cgx_jax", "mpi", "axis"):
             untrusted.check_text(getattr(self, name) or "", installation.MOST_NAME)
-        for name, least in {"cores": 1, "hosts": 1, "world": 2}.items():
+        for name, least in {"cores": 1, "processes": 1, "hosts": 1, "world": 2}.items():
             untrusted.whole(getattr(self, name), name, least, MOST_RANKS)
         codec = {f"codec {kind}": seconds for kind, seconds in self.codec._asdict().items()}
         for name, value in ({"latency": self.latency, "algbw": self.algbw} | codec).items():
@@ -136,14 +137,18 @@ class Profile:
             raise ValueError(f"Profile: the text cannot be read: {error}. {_AGAIN}") from None
         return cls(**fields)
 
-    def check_here(self) -> None:
-        """Raises ValueError if this machine or its versions are not those measured."""
-        for name, here in installation.facts().items():
+    def check_here(self, hosts: int | None = None) -> None:
+        """Raises ValueError if the machine, processes, versions or `hosts` are not those measured.
+
+        None stands for a number of hosts that is not known.
+        """
+        here = installation.facts() | ({} if hosts is None else {"hosts": hosts})
+        for name, own in here.items():
             measured = getattr(self, name)
-            if measured != here:
+            if measured != own:
                 raise ValueError(
-                    f"Profile: it was measured with {name} {measured!r}, but this machine has "
-                    f"{here!r}. {_AGAIN}"
+                    f"Profile: it was measured with {name} {measured!r}, but here it is {own!r}. "
+                    f"{_AGAIN}"
                 )
 
 

@@ -71,18 +71,12 @@ def run(
     if json_path is not None:
         machine = installation.facts()
         document = {"machine": machine, "world": links.world, "link": link, "rows": rows}
-        parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
+        json_path.write_text(json.dumps(document, indent=1) + "\n")
     if png_path is not None:
         from cgx_jax.commands import charts  # matplotlib is an extra
 
-        charts.draw_bench(rows, links.world, parent(png_path))
+        charts.draw_bench(rows, links.world, png_path)
         print(f"drawn in {png_path}")
-
-
-def parent(path: Path) -> Path:
-    """Returns `path`, after creating its folder if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def measure(

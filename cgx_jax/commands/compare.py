@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ import jax
 import numpy as np
 
 from cgx_jax._types import Json
-from cgx_jax.commands.bench import parent, quartiles, spread
+from cgx_jax.commands.bench import quartiles, spread
 from cgx_jax.commands.trial import ALONE, ERROR_STEPS, METHODS, Trial
 from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Column, Progress, table_lines
@@ -88,6 +90,8 @@ def run(
         print("DiLoCo, by arithmetic from these times; it did not run:")
         print_rows(rounds, head=False)
     print(*recommendation(rows), sep="\n")
+    if exchange == "auto":
+        print('These times are those of exchange="auto" with the profile: call use_profile first.')
     if rounds:
         print(
             "DiLoCo trains in another way, and a few steps do not show what it costs in accuracy: "
@@ -97,11 +101,11 @@ def run(
         machine = installation.facts() | {"exchange": exchange}
         document = {"target": target, "machine": machine, "world": links.world}
         document |= {"rows": rows, "diloco": rounds}
-        parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
+        json_path.write_text(json.dumps(document, indent=1) + "\n")
     if png_path is not None:
         from cgx_jax.commands import charts  # matplotlib is an extra
 
-        charts.draw_compare(rows, links.world, parent(png_path))
+        charts.draw_compare(rows, links.world, png_path)
         print(f"drawn in {png_path}")
 
 
@@ -109,6 +113,13 @@ def function_of(target: str) -> Callable[..., Any]:
     """Returns the function that MODULE[:FUNCTION] names."""
     module_name, _, name = target.partition(":")
     name = name or DEFAULT_FUNCTION
+    if not all(map(str.isidentifier, module_name.split("."))):
+        raise Refused(
+            f"compare: {target!r} does not name a module; write it as in an import: train for "
+            "train.py, or train:FUNCTION."
+        )
+    if (here := os.getcwd()) not in sys.path:  # an installed command has its own folder there
+        sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -161,7 +172,7 @@ def measure(
     rows = [
         {
             "method": name,
-            "write": METHODS[name].write,
+            "write": trials[j].write,
             "seconds": quartiles(seconds[:, j]),
             "ratio": quartiles(seconds[:, 0] / seconds[:, j]),
             "sent_bytes": trials[j].sent_bytes,

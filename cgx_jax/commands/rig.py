@@ -67,9 +67,9 @@ def missing() -> str | None:
     for tool, package in _TOOLS.items():
         if shutil.which(tool, path=_path()) is None:
             return f"a slow link needs `{tool}`: install it (apt-get install {package})"
-    done = _start({"world": 1, "rate": "1gbit"}, ["true"], capture_output=True, text=True)
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    code, error = _start({"world": 1, "rate": "1gbit"}, ["true"], quiet=True)
+    if code:
+        said = " ".join(error.split()) or f"exit code {code}"
         return f"this kernel does not let you create a network namespace ({said}); try sudo"
     return None
 
@@ -98,7 +98,7 @@ def run(
     if problem := missing():
         sys.exit(problem)
     options = {"world": world, "rate": rate, "mpi": mpi, "per_host": per_host, "delay": delay}
-    return _start(options | {"timeout": timeout}, command).returncode
+    return _start(options | {"timeout": timeout}, command)[0]
 
 
 def joined() -> bool:
@@ -224,14 +224,28 @@ def _path() -> str:
 
 
 def _start(
-    options: dict[str, Any], command: Sequence[str], **pipes: Any
-) -> subprocess.CompletedProcess[Any]:
+    options: dict[str, Any], command: Sequence[str], *, quiet: bool = False
+) -> tuple[int, str]:
+    """Runs the switch; returns its exit code and, if it is `quiet`, what it says on stderr."""
     namespaces = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
     inside = [sys.executable, __file__, "switch", json.dumps(options), *command]
     environment = os.environ | {"PATH": _path()}
-    return subprocess.run(
-        [*namespaces, *inside], env=environment, stdin=subprocess.DEVNULL, check=False, **pipes
+    pipe = subprocess.PIPE if quiet else None
+    process = subprocess.Popen(
+        [*namespaces, *inside],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
     )
+    try:
+        _, error = process.communicate()
+    except BaseException:
+        process.terminate()  # so that it ends its hosts and ranks; a kill would leave them
+        process.wait()
+        raise
+    return process.returncode, error or ""
 
 
 # --- inside the namespaces

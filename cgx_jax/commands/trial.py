@@ -87,6 +87,9 @@ class Trial:
         compressor = self.compressor = method.compressor or Identity()
         summed = isinstance(compressor, SummedCompressor) or compressor.lossless
         self.method, self.exchange = method, Xla.shorthand if summed else exchange
+        self.write = method.write
+        if self.exchange != "auto" and not compressor.lossless:
+            self.write += f", exchange={self.exchange!r}".replace("'", '"')
         self.made = False
         self.sent_bytes: int | None = None
 

@@ -35,6 +35,8 @@ class Compressor(abc.ABC):
     * `shares_state`: its state is computed only from sums over the ranks, so all ranks hold the
       same state.
     * `selects`: it sends a few values and drops the others entirely.
+    * `owner_exact`: the rank that adds up a chunk may add its own values without encoding them,
+      which makes the sum more accurate. False if all ranks must have the same weight, as in a vote.
     * `carries_nonfinite`: if a leaf holds non-finite values, so does the decoded leaf.
       `debug_nonfinite` then looks only at results.
 
@@ -48,6 +50,7 @@ class Compressor(abc.ABC):
     reductions: ClassVar[tuple[str, ...]]
     shares_state: ClassVar[bool] = False
     selects: ClassVar[bool] = False
+    owner_exact: ClassVar[bool] = True
     carries_nonfinite: ClassVar[bool] = False
 
     @property
@@ -206,14 +209,11 @@ class PayloadCompressor(Compressor):
     * "ring" and "tree" encode sums over some of the ranks with the same code as a single rank's
       values.
 
-    `owner_exact` says that the rank that adds up a chunk may add its own prepared values without
-    encoding them, which makes the sum more accurate. It is False if every rank must have the same
-    weight, as in a vote; "ring" and "tree" then refuse the code. Reductions encode fp32 values
-    unless the compressor provides kernels (`codes`). `encode` raises ValueError for a missing key.
+    "ring" and "tree" refuse a code that is not `owner_exact`. Reductions encode fp32 values unless
+    the compressor provides kernels (`codes`). `encode` raises ValueError for a missing key.
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum", "ring", "tree")
-    owner_exact: ClassVar[bool] = True
 
     def approximate(self, x: jax.Array, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)

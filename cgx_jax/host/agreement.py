@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import zlib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,3 +48,26 @@ def broadcast(message: bytes) -> bytes:
     own = np.frombuffer(message, np.uint8)[:length]
     padded[: own.size] = own
     return np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes()
+
+
+def writable(path: str | os.PathLike[str] | None) -> None:
+    """Makes the folder that process 0 will write `path` in; all processes call it together.
+
+    Raises OSError on all of them if process 0 cannot write there. A file that is there stays as it
+    is.
+    """
+    if path is None:
+        return
+    problem = ""
+    if jax.process_index() == 0:
+        file = Path(path).resolve()
+        there = file.exists()
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.open("a").close()
+            if not there:
+                file.unlink()
+        except OSError as error:
+            problem = str(error)
+    if problem := broadcast(problem.encode()).decode():
+        raise OSError(problem)

@@ -17,11 +17,12 @@ MOST_NAME = 200  # characters
 
 
 def facts() -> Json:
-    """Returns processor, cores, device kind and versions for a `Profile`; starts the backend."""
+    """Returns processor, cores, devices, processes and versions; starts the backend."""
     return {
         "cpu": cpu(),
         "cores": os.cpu_count(),
         "device": one_line(jax.devices()[0].device_kind),
+        "processes": jax.process_count(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "cgx_jax": __version__,

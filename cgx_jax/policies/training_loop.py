@@ -57,6 +57,7 @@ class TrainingLoop:
 
     def __init__(self, *parts: Part) -> None:
         self._parts = parts
+        self._asked: dict[int, int] = {}  # how often the first trace asked each part
 
     def jit(self, step: Callable[..., Pytree], **options: Any) -> Callable[..., Pytree]:
         """`jax.jit(step, **options)`, compiled once for each choice of the parts."""
@@ -69,6 +70,7 @@ class TrainingLoop:
 
         @functools.wraps(step)
         def run(*args: Pytree, **kwargs: Pytree) -> Pytree:
+            self._require_values(args, kwargs)
             if not all(part.bound for part in parts):
                 self._trace(anew().trace, args, kwargs)
             for part in parts:
@@ -111,17 +113,33 @@ class TrainingLoop:
             for part in self._parts:
                 part.running = False
 
+    def _require_values(self, *arguments: Pytree) -> None:
+        """Raises ValueError within another program, which would keep the first choice forever."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments)):
+            name, variable, choice = self._parts[0].words
+            raise ValueError(
+                f"{name}: the step that {variable}.jit returned is called while another function "
+                f"is traced, which would keep the first {choice}. Call it from Python, and not "
+                "within jax.jit, jax.lax.scan or jax.vmap."
+            )
+
     def _trace(self, function: Callable[..., Pytree], args: Pytree, kwargs: Pytree) -> Pytree:
-        """Calls and so traces the step; raises ValueError if it did not ask every part."""
+        """Calls and so traces the step.
+
+        Raises ValueError if the step did not ask every part, or less often than in its first trace.
+        """
         before = [part.traces for part in self._parts]
         out = self._call(function, args, kwargs)
-        for part, traces in zip(self._parts, before, strict=True):
-            if part.traces == traces:
+        for i, (part, traces) in enumerate(zip(self._parts, before, strict=True)):
+            asked = part.traces - traces
+            if asked < self._asked.setdefault(i, max(asked, 1)):
                 name, variable, choice = part.words
                 raise ValueError(
                     f"{name}: the step did not use the {choice} of this {variable} when it was "
-                    f"compiled. Either the step is already jitted and would keep its {choice}, or "
-                    f"another {name} is in its sync_gradients. Pass {variable}.jit the function "
-                    f"without jax.jit, with this {variable} in its sync_gradients."
+                    "compiled. Either the step, or a part of it that calls sync_gradients, is "
+                    f"already jitted or traced, such as the body of a scan that is defined outside "
+                    f"of the step, and would keep its {choice}. Or another {name} is in its "
+                    f"sync_gradients. Pass {variable}.jit the function without jax.jit, with this "
+                    f"{variable} in its sync_gradients."
                 )
         return out

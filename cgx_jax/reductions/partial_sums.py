@@ -28,7 +28,7 @@ class PartialSums(PayloadReduction):
     adds_decoded: ClassVar[bool] = True
 
     def refusal(self, compressor: Compressor) -> str | None:
-        if not getattr(compressor, "owner_exact", True):
+        if not compressor.owner_exact:
             return "it needs the same weight for every rank, which partial sums do not give"
         return super().refusal(compressor)
 

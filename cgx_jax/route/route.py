@@ -330,7 +330,7 @@ def _against_levels(code: Compressor) -> str | None:
             "needs whole leaves for its state or statistics, but levels= gives each rank of a node "
             "a different share"
         )
-    if not getattr(code, "owner_exact", True):
+    if not code.owner_exact:
         return "counts a vote of each rank, but levels= adds up a node's values before they vote"
     return None
 

@@ -70,7 +70,8 @@ def tune(
     Returns the profile, which is active as after `use_profile`. Process 0 also writes it to `path`.
     Shows progress on stderr, and warns through its logger about sizes that are left out. With
     several processes all of them call it, and all get the same profile. Raises ValueError for a
-    wrong axis, width, size or budget.
+    wrong axis, width, size or budget. Before it measures, it raises OSError for a path that cannot
+    be written.
     """
     links = LinkTimer("tune", mesh, axis_name)
     sizes = sorted(set(sizes))
@@ -79,6 +80,7 @@ def tune(
             f"tune: sizes={sizes}, bits={list(bits)} and budget_seconds={budget_seconds} must hold "
             "a size of 4 bytes or more, a width of 1..8, and a time above 0."
         )
+    agreement.writable(path)
     start = time.perf_counter()
     with Progress("tune", len(sizes), links.first) as progress:
         latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
@@ -202,6 +204,5 @@ def _follow(
     agreed = auto.use_profile(profile)
     assert agreed is not None
     if path is not None and jax.process_index() == 0:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(agreed.to_json())
     return agreed

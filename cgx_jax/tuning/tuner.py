@@ -222,12 +222,12 @@ class Tuner(Chooser):
 
     def _follow(self, settings: Sequence[Setting]) -> None:
         """Starts trials of process 0's `settings`; if there is only one, it is kept."""
-        message = json.dumps([x.to_fields() for x in settings]).encode()
-        fields = json.loads(agreement.broadcast(message))
+        message = json.dumps([self.rounds, [x.to_fields() for x in settings]]).encode()
+        rounds, fields = json.loads(agreement.broadcast(message))
         self._tried = [self._offered.setting(x) for x in fields]
         self.current, self._turns = self._tried[0], None
         if len(self._tried) > 1:
-            self.state, self._turns = "trying", Turns(len(self._tried), self.rounds)
+            self.state, self._turns = "trying", Turns(len(self._tried), rounds)
 
     def _key(self) -> kept.Key:
         """Returns the key of this job in the cache; every process calls it."""
