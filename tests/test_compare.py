@@ -150,6 +150,13 @@ def test_targets_that_are_not_there_are_refused():
     assert compare.function_of("json:dumps") is json.dumps
 
 
+def test_an_installed_command_finds_the_modules_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "users_step.py").write_text("def compare(sync): ...")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    assert compare.function_of("users_step").__module__ == "users_step"
+
+
 RETURNED = {
     "two things": (lambda sync: (len, ()), "returned tuple of 2; return three things"),
     "no step": (lambda sync: (1, (0,), [()]), "the step is int"),

@@ -228,6 +228,46 @@ def test_a_sampled_threshold_lets_nobody_wait_for_ever():
     assert (seen > 0).mean() > 0.99
 
 
+def test_a_sampled_threshold_sends_no_zeros():
+    x = np.where(np.arange(100_000) % 199 == 0, normal(100_000), 0).astype(np.float32)
+    np.testing.assert_array_equal(back(DGC(0.01), x), x)
+
+
+@pytest.mark.parametrize("x", [[1, -np.inf, 2], [-1, -2, -0.5], [3]])
+def test_a_share_of_one_value_has_room_for_either_sign(x):
+    x = np.float32(x)
+    kept = [np.argmax(x)] * bool((x > 0).any()) + [np.argmin(x)] * bool((x < 0).any())
+    want = np.where(np.isin(np.arange(len(x)), kept), x, 0)
+    np.testing.assert_array_equal(back(AdaptiveThreshold(0.01), x), want)
+
+
+@pytest.mark.parametrize("tied", [0, 1])
+def test_a_value_that_fills_many_bins_has_one_of_its_own(tied):
+    x = np.full(2048, tied, np.float32)
+    x[100:110], x[200:210] = tied + 1000, tied - 1
+    np.testing.assert_allclose(back(SketchML(), x), x, rtol=1e-4)
+
+
+def test_the_mean_of_a_bin_of_millions_of_values_is_exact():
+    x = np.repeat(np.float32([1.1, 1.9]), 1 << 21)
+    np.testing.assert_allclose(back(SketchML(2), x), x, rtol=1e-4)
+
+
+@pytest.mark.parametrize("c", [ScaledSign(), OneBit()], ids=str)
+@pytest.mark.parametrize("n", [1, 5, 33, 1025])
+def test_the_padding_of_chunks_does_not_count(c, n):
+    total = on_ranks(
+        lambda x: cgx_jax.psum_compressed(x, "data", c, exchange="xla"), ranks(4), out=P()
+    )
+    np.testing.assert_allclose(total(np.ones((4, n), np.float32)), np.full(n, 4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("c", [TernGrad(), SharedTernGrad()], ids=str)
+def test_what_has_no_spread_is_not_clipped(c):
+    for x in (np.float32(-3), np.full(300, 2.5, np.float32)):
+        np.testing.assert_allclose(back(c, x), x, rtol=1e-5)
+
+
 def test_bins_hold_their_means():
     x = normal(5000, spread=0.3)
     y = back(SketchML(16), x)
@@ -243,6 +283,8 @@ def test_the_largest_take_the_room_and_what_is_left_of_them_takes_the_next_class
     exact = [0, 2, 3, 4, 0.5, 0, 0, 0, 0]  # 3 and 4 in 32 bits, 2 and 0.5 in 16
     eighth = np.float32([0.01, 0, 0, 0, 0, 0, 0.02, 0, 0])
     np.testing.assert_allclose(y, exact + eighth, atol=2.0**-13)
+    none = back(INCEPTIONN((0, 0.5, 0)), np.float32([4, 0.5, 0.25, 0.02]))
+    np.testing.assert_array_equal(none, [4, 0.5, 0, 0])
 
 
 # --- bias and variance
@@ -374,6 +416,7 @@ EDGES = {
     "zeros": np.zeros(700, np.float32),
     "equal": np.full(700, -0.25, np.float32),
     "subnormal": np.full(700, 1e-40, np.float32),
+    "small": np.where(np.arange(700) < 300, 1e-36, 1.187e-38).astype(np.float32),
     "huge": np.where(np.arange(700) % 2, 1e37, -1e36).astype(np.float32),
 }
 
@@ -493,6 +536,7 @@ BAD = {
     "biased values": (lambda: QSparse(values=Quantize(8)), ValueError, r"QSparse: .* is biased"),
     "a threshold": (lambda: Threshold(-1.0), ValueError, r"threshold=-1\.0 must be 0 or more"),
     "capacities": (lambda: INCEPTIONN((1, 2)), ValueError, r"INCEPTIONN: capacities=\(1, 2\)"),
+    "no room for NaN": (lambda: INCEPTIONN((0, 0, 0.5)), ValueError, "first two must be above 0"),
     "bins": (lambda: SketchML(1), ValueError, r"SketchML: bins=1 must be in 2\.\.256"),
     "no key": (lambda: QSGD().encode(jnp.ones(3)), ValueError, r"QSGD\(.* needs key=jax\.random"),
 }

@@ -53,7 +53,10 @@ def test_a_link_follows_from_kind_and_nodes(gpus):
         SXM: Link.NVLINK,
         "NVIDIA H100 80GB HBM3": Link.NVLINK,
         "NVIDIA H100 PCIe": Link.PCIE,
+        "NVIDIA H200 NVL": Link.PCIE,
         "NVIDIA L40S": Link.PCIE,
+        "NVIDIA A30": Link.PCIE,
+        "NVIDIA A100-SXM4-80GB": Link.NVLINK,
         RTX: Link.PCIE,
         "A GPU of the future": Link.NVLINK,
     }.items():

@@ -15,6 +15,7 @@ from cgx_jax.compressors import (
     DGC,
     INCEPTIONN,
     BlockTopK,
+    QSparse,
     RandomK,
     ScaledSign,
     Threshold,
@@ -154,6 +155,16 @@ def test_a_value_that_has_arrived_starts_with_a_new_velocity(compressor):
         np.testing.assert_allclose(kept[t + 1][0], v, atol=1e-5)
         np.testing.assert_allclose(kept[t + 1][1], u, atol=1e-5)
         u, v = kept[t + 1][1], kept[t + 1][0]
+
+
+def test_a_value_has_arrived_whatever_the_scale_of_feedback():
+    """A random code counts for less than half of what it sends; that masks velocities as well."""
+    grads = normal(1, WORLD, 30, 50)
+    code = QSparse(0.1)
+    assert code.feedback_scale < 0.5
+    _, kept = run(code, MomentumCorrection(0.9), grads)
+    masked = (kept[1][1] == 0).sum(axis=(1, 2))
+    assert (masked > 5).all()  # fewer than the 150 that are sent, most of which round to 0
 
 
 def test_an_owner_s_velocity_goes_on_where_the_sum_was_not_sent():

@@ -209,11 +209,14 @@ class PayloadCompressor(Compressor):
     * "ring" and "tree" encode sums over some of the ranks with the same code as a single rank's
       values.
 
-    "ring" and "tree" refuse a code that is not `owner_exact`. Reductions encode fp32 values unless
-    the compressor provides kernels (`codes`). `encode` raises ValueError for a missing key.
+    "ring" and "tree" refuse a code that is not `owner_exact`. A chunk shorter than others is filled
+    with zeros, or with its last value if the code `pads_with_last`: zeros would lower its means.
+    Reductions encode fp32 values unless the compressor provides kernels (`codes`). `encode` raises
+    ValueError for a missing key.
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum", "ring", "tree")
+    pads_with_last: ClassVar[bool] = False
 
     def approximate(self, x: jax.Array, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)

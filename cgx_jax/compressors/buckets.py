@@ -17,7 +17,7 @@ from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.kernels.reference import random_bits
 
 BUCKET = 512
-_TINY = np.float32(np.finfo(np.float32).tiny)
+TINY = np.float32(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +76,14 @@ def share(rows: jax.Array, scale: jax.Array, top: float = 1) -> jax.Array:
     """
     small = jnp.where(scale < np.float32(2.0**-90), np.float32(2.0**64), np.float32(1))
     down = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-64), small)
-    here = scale >= _TINY
+    here = scale >= TINY
     factor = jnp.where(here, np.float32(top) / (scale * down), 0)
     return jnp.where(here, normal(rows) * down * factor, 0)
 
 
 def normal(x: jax.Array) -> jax.Array:
     """Returns `x` with 0 in place of fp32's subnormal numbers."""
-    return jnp.where(jnp.abs(x) < _TINY, 0, x)
+    return jnp.where(jnp.abs(x) < TINY, 0, x)
 
 
 def maximum(x: jax.Array, *, axis: int | None = None, keepdims: bool = False) -> jax.Array:
@@ -105,7 +105,7 @@ def largest(rows: jax.Array) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(rows, jnp.int32) & np.int32(0x7FFFFFFF)
     most = bits.max(axis=1, keepdims=True)
-    value = jnp.where(most < _TINY.view(np.int32), 0, lax.bitcast_convert_type(most, jnp.float32))
+    value = jnp.where(most < TINY.view(np.int32), 0, lax.bitcast_convert_type(most, jnp.float32))
     return jnp.where(most >= np.int32(0x7F800000), np.float32(np.nan), value)
 
 

@@ -165,13 +165,19 @@ class _ChunksLeafByLeaf(ChunkCode):
         return group.code.of_sums(self.world)
 
     def error_bounds(self, bound: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        return self._leaf(jax.vmap(bound)(self._runs(x)), x)
+        (code,) = _codes(self.leaves)
+        return self._leaf(jax.vmap(bound)(self._runs(code, x)), x)
 
-    def _runs(self, x: jax.Array) -> jax.Array:
+    def _runs(self, code: PayloadCompressor, x: jax.Array) -> jax.Array:
         """Returns fp32[world, run]; both phases encode this dtype, so payloads are alike."""
         run = self._run(x.size)
+        mode = "edge" if code.pads_with_last and x.size else "constant"
         flat = jnp.ravel(x).astype(jnp.float32)
-        return jnp.pad(flat, (0, run * self.world - x.size)).reshape(self.world, run)
+        return jnp.pad(flat, (0, run * self.world - x.size), mode=mode).reshape(self.world, run)
+
+    def _sent(self, sent: Sent) -> list[jax.Array]:
+        """Returns the runs of each leaf in its units."""
+        return list(map(self._runs, _codes(self.leaves), scaling.taken_in(sent.leaves, sent.units)))
 
     def _own(self, rank: ArrayLike, compressor: PayloadCompressor) -> jax.Array:
         """Returns bool[world, 1]: True for the row that this rank adds exactly, without loss."""
@@ -179,7 +185,7 @@ class _ChunksLeafByLeaf(ChunkCode):
         return (jnp.arange(self.world, dtype=jnp.int32) == own)[:, None]
 
     def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
-        runs = [self._runs(x) for x in scaling.taken_in(sent.leaves, sent.units)]
+        runs = self._sent(sent)
         keys = leaf_keys(self.leaves, sent.words)
         rows: list[jax.Array] = []
         lost: dict[int, jax.Array] = {}
@@ -199,7 +205,7 @@ class _ChunksLeafByLeaf(ChunkCode):
     def reduce(
         self, sent: Sent, rows: jax.Array, divisor: float, residuals: Residuals
     ) -> tuple[jax.Array, Residuals]:
-        runs = [self._runs(x) for x in scaling.taken_in(sent.leaves, sent.units)]
+        runs = self._sent(sent)
         keys, rank = leaf_keys(self.leaves, sent.words), jnp.int32(sent.rank)
         parts = split(rows, [group.nbytes(group.code) for group in self._groups], axis=1)
         out: list[jax.Array] = []
@@ -225,8 +231,8 @@ class _ChunksLeafByLeaf(ChunkCode):
         for code, whole, x, unit, residual in zip(
             _codes(self.leaves), _in_order(lost), sent.leaves, units, residuals, strict=True
         ):
-            kept = jnp.where(self._own(rank, code), 0, self._runs(residual))
-            filled.append(self._leaf(kept + self._runs(self._leaf(whole, x, unit)), x))
+            kept = jnp.where(self._own(rank, code), 0, self._runs(code, residual))
+            filled.append(self._leaf(kept + self._runs(code, self._leaf(whole, x, unit)), x))
         return jnp.concatenate(out), filled
 
     def decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -24,10 +25,11 @@ from cgx_jax.compressors.sparse import Keep, kept, position_bits, store_keep
 class AdaptiveThreshold(PayloadCompressor):
     """The largest positive and the lowest negative values, each replaced by the mean of its sign.
 
-    Half of the `keep` values have each sign, so the thresholds adapt to the leaf. A position takes
-    ceil(log2(n + 1)) bits, and the two means 8 bytes. NaN and infinity are kept, and they make the
-    means that include them non-finite. The code is a projection, so error feedback makes up for
-    what it loses. Raises as `TopK` does. Source: AdaQ (Dryden et al., MLHPC 2016).
+    Half of the `keep` values have each sign, but at least one, so the thresholds adapt to the leaf.
+    A position takes ceil(log2(n + 1)) bits, and the two means 8 bytes. NaN and infinity are kept,
+    and they make the means that include them non-finite. The code is a projection, so error
+    feedback makes up for what it loses. Raises as `TopK` does. Source: AdaQ (Dryden et al., MLHPC
+    2016).
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
@@ -40,7 +42,8 @@ class AdaptiveThreshold(PayloadCompressor):
 
     def _counts(self, size: int) -> tuple[int, int]:
         k = kept(self, size)
-        return k - k // 2, k // 2
+        half = min(max(k // 2, 1), k)
+        return max(k - half, half), half
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
@@ -79,7 +82,8 @@ class SketchML(PayloadCompressor):
     """The mean of a value's bin; the bins are the quantiles of the values themselves.
 
     A value takes ceil(log2(bins)) bits, and a bin 4 bytes. The quantiles come from at most 8,192
-    values of the run that is encoded, and the means from all its values. The code is a projection,
+    values of the run that is encoded, and the means from all its values. A value that is several
+    quantiles at once has a bin of its own. The code is a projection,
     so error feedback makes up for what it loses. NaN and infinity come back as NaN, with the rest
     of their bin. Raises ValueError for `bins` outside of 2..256, TypeError if it is not an integer.
     Source: SketchML (Jiang et al., SIGMOD 2018), without its sketch of keys.
@@ -87,6 +91,7 @@ class SketchML(PayloadCompressor):
 
     bins: int = 64
 
+    pads_with_last: ClassVar[bool] = True
     SAMPLE: ClassVar[int] = 8192
 
     def __post_init__(self) -> None:
@@ -110,9 +115,16 @@ class SketchML(PayloadCompressor):
             return jnp.zeros(4 * self.bins, jnp.uint8)
         seen = jnp.sort(flat[:: -(-flat.size // self.SAMPLE)])
         at = np.arange(1, self.bins) * seen.size // self.bins
-        code = jnp.searchsorted(seen[at], flat, side="right", method="compare_all")
-        number = jnp.zeros(self.bins, jnp.float32).at[code].add(1)
-        means = jnp.zeros(self.bins, jnp.float32).at[code].add(flat / number[code])
+        edges, search = seen[at], functools.partial(jnp.searchsorted, method="compare_all")
+        tie = (search(edges, edges, side="left") + search(edges, edges, side="right") + 1) // 2
+        code = search(edges, flat, side="left")
+        edge = jnp.minimum(code, self.bins - 2)
+        code = jnp.where(flat == edges[edge], tie[edge], code)
+        number = jnp.zeros(self.bins, jnp.int32).at[code].add(1).astype(jnp.float32)
+        # A sum of millions of values would lose the bits of each.
+        block = jnp.arange(flat.size) // self.SAMPLE
+        sums = jnp.zeros((-(-flat.size // self.SAMPLE), self.bins), jnp.float32)
+        means = sums.at[block, code].add(flat / number[code]).sum(axis=0)
         means = jnp.where(jnp.isfinite(means), means, np.float32(np.nan))
         return jnp.concatenate([pack(code.astype(jnp.uint32), self.width), to_bytes(means)])
 
@@ -138,18 +150,18 @@ class INCEPTIONN(PayloadCompressor):
     largest values come first, so that none waits forever; in the class of 8 bits the first ones of
     the leaf do. Values of 1 or more that find no room in 32 bits take 16. Values that find no room
     at all, or are too small, stay in the residual, so the code needs error feedback. NaN counts as
-    the largest. Raises ValueError unless capacities are three shares in [0, 1]. Source: INCEPTIONN
-    (Li et al., MICRO 2018), with room of a fixed size.
+    the largest. Raises ValueError unless capacities are three shares in [0, 1], of which the first
+    or the second is above 0. Source: INCEPTIONN (Li et al., MICRO 2018), with room of a fixed size.
     """
 
     capacities: tuple[float, float, float] = (0.01, 0.05, 0.2)
 
     def __post_init__(self) -> None:
         shares = tuple(float(c) for c in self.capacities)
-        if len(shares) != 3 or not all(0 <= c <= 1 for c in shares):
+        if len(shares) != 3 or not all(0 <= c <= 1 for c in shares) or not any(shares[:2]):
             raise ValueError(
                 f"INCEPTIONN: capacities={self.capacities} must be three shares in [0, 1]: of "
-                "the values sent in 32, in 16 and in 8 bits."
+                "the values sent in 32, in 16 and in 8 bits. One of the first two must be above 0."
             )
         object.__setattr__(self, "capacities", shares)
 
@@ -210,6 +222,8 @@ class INCEPTIONN(PayloadCompressor):
         tag = unpack(tags, 2, n)
         flat = jnp.zeros(n, jnp.float32)
         for number, table in enumerate(tables, 1):
+            if not table.size:
+                continue
             mine = tag == number
             place = jnp.where(mine, jnp.cumsum(mine) - 1, len(table))
             flat = jnp.where(mine, table.at[place].get(mode="fill", fill_value=0), flat)

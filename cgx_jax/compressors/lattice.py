@@ -98,11 +98,10 @@ class ShiftedLattice(PayloadCompressor):
         place = jnp.clip(jnp.floor((rows - low) / step + shift), 0, top)
         place = jnp.where(rows >= high, top, place)
         levels = low + step * (place + (np.float32(0.5) - shift))
-        return jnp.where(step >= _TINY, levels, rows)
+        return jnp.where(step >= buckets.TINY, levels, rows)
 
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         return self._nearest.decode(payload, shape, dtype)
 
 
-_TINY = np.float32(np.finfo(np.float32).tiny)
 _MOST = np.float32(np.finfo(np.float32).max) * np.float32(0.999)

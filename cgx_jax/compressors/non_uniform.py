@@ -46,7 +46,7 @@ class DynamicTree8(buckets.Bucketed):
         share = np.float32(np.diff(tree()).max() / 2 + 2.0**-20)
         absolute = buckets.of_values(largest * share, self.bucket_size, x)
         # 0 is a level, so the nearest level is no farther than 0.
-        bound = jnp.minimum(absolute, magnitude * np.float32(1 + 2.0**-18))
+        bound = jnp.minimum(absolute, magnitude * np.float32(1 + 2.0**-18)) + 2 * buckets.TINY
         return buckets.rounded(jnp.where(jnp.isfinite(absolute), bound, jnp.inf), x)
 
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:

@@ -55,6 +55,8 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Packs uint32[n] below 2**bits into u8[packed_bytes], code 0 in the lowest bits of byte 0."""
     count, (several, whole) = codes.size, _group(bits)
     groups = jnp.pad(codes, (0, -count % several)).reshape(-1, several)
+    if bits > 8:
+        return _pack_long(groups, bits).reshape(-1)[: packed_bytes(count, bits)]
     columns = []
     for byte in range(whole):
         total = jnp.zeros(groups.shape[0], jnp.uint32)
@@ -65,6 +67,17 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
                 total |= code << shift if shift >= 0 else code >> -shift
         columns.append((total & 0xFF).astype(jnp.uint8))
     return jnp.stack(columns, axis=1).reshape(-1)[: packed_bytes(count, bits)]
+
+
+def _pack_long(groups: jax.Array, bits: int) -> jax.Array:
+    """Packs groups of codes of more than 8 bits, of which at most two share a byte."""
+    starts = 8 * np.arange(groups.shape[1] * bits // 8)
+    first = starts // bits
+    low = groups[:, first] >> (starts - first * bits).astype(np.uint32)
+    rest = (first + 1) * bits - starts
+    high = groups[:, (first + 1) % groups.shape[1]] << np.minimum(rest, 8).astype(np.uint32)
+    packed: jax.Array = ((low | high) & 0xFF).astype(jnp.uint8)
+    return packed
 
 
 def unpack(payload: jax.Array, bits: int, count: int) -> jax.Array:

@@ -112,6 +112,8 @@ class ScaledSign(buckets.Bucketed):
     EF-SignSGD (Karimireddy et al., ICML 2019), whose bucket is the whole leaf.
     """
 
+    pads_with_last: ClassVar[bool] = True
+
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * (packed_bytes(n, 1) + 4 * buckets.count(n, self.bucket_size))
@@ -150,6 +152,8 @@ class OneBit(buckets.Bucketed):
     the values on the same side of zero. Raises ValueError for a bucket_size below 1. Source: 1-bit
     SGD (Seide et al., Interspeech 2014), whose bucket is a column of the matrix.
     """
+
+    pads_with_last: ClassVar[bool] = True
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)

@@ -90,14 +90,14 @@ def above_sampled_jnp(
     """Returns places and values, in order, of up to `count` magnitudes at or above a threshold.
 
     The threshold is the `rank`-th largest magnitude of a sample: every `stride`-th value from
-    turns[0] on. If more than `count` values reach it, the first ones from turns[1] on are taken,
-    continuing at the start after the end.
+    turns[0] on. Zeros are below any threshold. If more than `count` values reach it, the first ones
+    from turns[1] on are taken, continuing at the start after the end.
     """
     n = x.size
     # Bit patterns have the order of the magnitudes, with NaN above infinity. Comparing them does
     # not depend on which numbers a processor takes for zero.
     magnitude = lax.bitcast_convert_type(x, jnp.int32) & np.int32(0x7FFFFFFF)
-    bound = lax.top_k(jnp.roll(magnitude, -turns[0])[::stride], rank)[0][-1]
+    bound = jnp.maximum(lax.top_k(jnp.roll(magnitude, -turns[0])[::stride], rank)[0][-1], 1)
     above = jnp.roll(magnitude, -turns[1]) >= bound
     at = jnp.nonzero(above, size=count, fill_value=n)[0].astype(jnp.int32)
     at = jnp.sort(jnp.where(at == n, n, (at + turns[1]) % n))
@@ -319,7 +319,7 @@ class DGC(_Keeping):
         if not n:
             return jnp.zeros(0, jnp.int32), x
         stride = max(1, min(self.STRIDE, n // self.SAMPLE))
-        rank = math.ceil(count / n * -(-n // stride))
+        rank = -(-count * -(-n // stride) // n)
         assert key is not None
         turns = jax.random.randint(key, (2,), 0, n, jnp.int32)
         static = {"count": count, "stride": stride, "rank": rank}

@@ -43,11 +43,12 @@ class _Ternary(buckets.Bucketed):
 class TernGrad(_Ternary):
     """Sends a value's sign times its bucket's largest magnitude, or 0, at random without bias.
 
-    A value takes 1.6 bits, and a bucket 4 more bytes. Values are first clipped at `clip` standard
-    deviations of the whole leaf, which adds bias; `clip=None` does not clip. The variance is up to
-    (sqrt(B) - 1) / 2 times |x|² for buckets of B values, so small buckets are more exact. A bucket
-    with NaN or infinity comes back as NaN. Raises ValueError for a clip that is not positive, a
-    bucket_size below 1 and a missing key. Source: TernGrad (Wen et al., NeurIPS 2017).
+    A value takes 1.6 bits, and a bucket 4 more bytes. Values are first clipped at `clip` times the
+    root mean square of the whole leaf, which adds bias; `clip=None` does not clip. The variance is
+    up to (sqrt(B) - 1) / 2 times |x|² for buckets of B values, so small buckets are more exact. A
+    bucket with NaN or infinity comes back as NaN. Raises ValueError for a clip that is not
+    positive, a bucket_size below 1 and a missing key. Source: TernGrad (Wen et al., NeurIPS 2017),
+    which clips at standard deviations.
     """
 
     clip: float | None = 2.5
@@ -244,16 +245,19 @@ def _check_clip(where: str, clip: float | None) -> None:
 
 
 def _clipped(x: jax.Array, clip: float | None) -> jax.Array:
-    """`x` with no magnitude above `clip` standard deviations."""
+    """`x` with no magnitude above `clip` times the root mean square."""
     if clip is None:
         return x
-    limit = np.float32(clip) * _deviation(x)
-    # A leaf with NaN or infinity is not clipped: its standard deviation is NaN.
+    limit = np.float32(clip) * _root_mean_square(x)
+    # A leaf with NaN or infinity is not clipped: its mean is NaN.
     return jnp.where(jnp.abs(x) > limit, jnp.sign(x) * limit, x)
 
 
-def _deviation(x: jax.Array) -> jax.Array:
-    """Returns the standard deviation, even where squares overflow."""
+def _root_mean_square(x: jax.Array) -> jax.Array:
+    """Returns it even where squares overflow.
+
+    It is the deviation of gradients around 0, and not 0 where all values are the same.
+    """
     scale = jnp.abs(x).max(initial=0)
     scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
-    return scale * jnp.std(buckets.share(x, scale)) if x.size else scale
+    return scale * jnp.sqrt(jnp.square(buckets.share(x, scale)).mean()) if x.size else scale

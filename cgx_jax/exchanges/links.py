@@ -19,7 +19,9 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 
 # Kinds of GPUs that have no NVLink, or only as a bridge between two.
-_ON_PCIE = re.compile(r"geforce|rtx|titan|pcie|\b(t4|p4|p40|a2|a10g?|a16|a40|l4|l20|l40s?)\b")
+_ON_PCIE = re.compile(
+    r"geforce|rtx|titan|pcie|\bnvl\b|\b(t4g?|p4|p40|a2|a10g?|a16|a30|a40|l[24]|l20|l40s?)\b"
+)
 
 Groups = tuple[tuple[int, ...], ...]
 

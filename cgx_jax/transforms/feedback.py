@@ -123,7 +123,8 @@ def remembered(
         residual = _residual_of(x, lost, _factor(compressor))
         no_room, arrived = jnp.zeros(1, jnp.int32), None
         if compressor.has_rooms or compressor.selects:
-            came = _taken_along(x, residual)
+            # What the code lost says which values came, not what the scale of feedback leaves.
+            came = _taken_along(x, jnp.zeros_like(x) if lost is None else lost)
             wanted = compressor.wants(x, came)
             if wanted is not None:
                 no_room = (wanted & ~came).sum(dtype=jnp.int32)[None]
@@ -165,12 +166,12 @@ def _residual_of(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.
     return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
 
 
-def _taken_along(sent: jax.Array, residual: jax.Array) -> jax.Array:
+def _taken_along(sent: jax.Array, lost: jax.Array) -> jax.Array:
     """Returns which of the values that a rank `sent` a code of a few values took along.
 
-    Of such a value, less than half is left in the residual.
+    Of such a value, less than half is lost.
     """
-    left = jnp.abs(residual)
+    left = jnp.abs(lost)
     return left + left < jnp.abs(sent)
 
 

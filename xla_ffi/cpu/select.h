@@ -191,7 +191,8 @@ inline void above_sampled(const float* x, int64_t n, int64_t k, const int32_t* p
   }
   const int64_t size = static_cast<int64_t>(sample.size());
   CallerAlone alone;
-  const uint32_t bits = find_boundary(alone, {{sample.data(), size, 0, nullptr}}, rank).bits;
+  const std::vector<Piece> whole = {{sample.data(), size, 0, nullptr}};
+  const uint32_t bits = std::max(find_boundary(alone, whole, rank).bits, 1u);  // no zeros
   const CodeKernels& codes = current_kernels().codes;
   std::vector<int32_t> found_at(k + kSlack);
   std::vector<float> found(k + kSlack);

@@ -119,7 +119,8 @@ struct Choice {
   // chunk's values in which any value reaches the bound.
   template <typename F>
   __device__ void each(int64_t number, const Selection* state, F f) const {
-    const int32_t bound = static_cast<int32_t>(state->bits);
+    const int32_t least = turn ? 1 : 0;  // a sample's bound takes no zeros
+    const int32_t bound = max(static_cast<int32_t>(state->bits), least);
     const uint32_t turned = static_cast<uint32_t>(turn_of(turn, n));
     const uint32_t end = static_cast<uint32_t>(min(n, (number + 1) * chunk));
     for (uint32_t first = static_cast<uint32_t>(number * chunk); first < end; first += kTile) {
