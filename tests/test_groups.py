@@ -19,7 +19,7 @@ from cgx_jax import (
     psum_scatter_compressed,
 )
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 GROUPS = [[0, 3, 5, 6], [7, 1, 4, 2]]
 ALONE = [[i] for i in range(8)]
@@ -151,6 +151,7 @@ def test_axes_of_vmap_and_of_a_mesh_together_are_refused_under_check_vma(mesh):
 
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float16, np.complex64])
 @pytest.mark.parametrize("name", ["psum", "pmean"])
+@pytest.mark.usefixtures("optimized")
 def test_exact_leaves_of_groups_are_those_of_lax_with_and_without_check_vma(name, dtype, mesh):
     ours, theirs = NAMESAKES[name]
     x = np.random.default_rng(0).integers(0, 3, (8, 40)).astype(dtype)

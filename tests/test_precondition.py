@@ -18,6 +18,8 @@ from cgx_jax.transforms.precondition import PERIOD, WARMUP, squares_of
 from optax_steps import run
 from reducing import pmean_with_residual
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WORLD = 3
 EXACT_BIAS = [Rule(Identity(), path="bias")]
 
@@ -91,6 +93,7 @@ class Oracle:
 @pytest.mark.parametrize("precondition", [SecondMoment(), SecondMoment(0.99, 0.03)], ids=str)
 @pytest.mark.parametrize("compressor", [Quantize(4), Cast(jnp.bfloat16)], ids=str)
 @pytest.mark.quick("Quantize*-SecondMoment(decay=0.99*")
+@pytest.mark.usefixtures("optimized")
 def test_a_step_is_the_mean_compressed_in_units_from_the_steps_before(compressor, precondition):
     grads = gradients(5)
     results, _ = run(*transformation(compressor, precondition), grads)
@@ -142,6 +145,7 @@ def test_errors_of_small_values_are_in_proportion_to_them(compressor):
     assert (small_to_large(results, grads) > 20).all()
 
 
+@pytest.mark.usefixtures("optimized")
 def test_gradients_of_another_size_take_the_same_codes():
     grads = gradients(3)
     tx = transformation(Quantize(4), SecondMoment())
@@ -176,6 +180,7 @@ def test_feedback_loses_nothing_in_other_units_either(dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_world_of_one_and_the_first_steps_are_as_without_it():
     grads = gradients(3)
     results, _ = run(*transformation(Quantize(2), SecondMoment()), grads)
@@ -190,6 +195,7 @@ def test_world_of_one_and_the_first_steps_are_as_without_it():
         jax.tree.map(lambda r, g, t=t: np.testing.assert_array_equal(r, g[t, 0]), results[t], alone)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_number_among_the_parameters_has_moments_too():
     w = gradients(2)["w"]
     tx, mesh = transformation(Quantize(4), SecondMoment(), ErrorFeedback())

@@ -18,7 +18,7 @@ from cgx_jax.transforms.precondition import Moments
 from cgx_jax.transforms.sync_gradients import SyncState
 from worlds import on_ranks, ranks
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 
 def gradients(world, steps, seed=0, dtype=np.float32):
@@ -80,6 +80,7 @@ def test_what_the_optimizer_saw_and_what_ranks_remember_is_what_they_were_given(
             assert kept.any()
 
 
+@pytest.mark.usefixtures("optimized")
 def test_feedback_changes_what_is_sent_and_its_absence_does_not():
     grads = gradients(2, 3)
     alone = cgx_jax.sync_gradients("data", everything(Quantize(2)), exchange="xla")
@@ -142,6 +143,7 @@ def test_momentum_correction_is_exact_momentum_where_nothing_is_lost():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_masked_reduces_each_half_its_own_way():
     grads = gradients(2, 2)
     mask = {"w": True, "v": False, "bias": False}

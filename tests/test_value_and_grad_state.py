@@ -14,6 +14,8 @@ import cgx_jax
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment
 from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, vag
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 
 @pytest.fixture(scope="module")
 def case():
@@ -65,6 +67,7 @@ def test_a_state_goes_through_steps_as_sync_gradients_keeps_it(case, policy, opt
         assert array.sharding.is_equivalent_to(at, array.ndim)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_loss_may_be_made_inside_the_step(case):
     params, x, y, _ = case
     options = {"memory": ErrorFeedback(), "mesh": auto_mesh(), "exchange": "xla"}

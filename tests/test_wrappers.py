@@ -17,6 +17,8 @@ from cgx_jax import ErrorFeedback, Quantize, SecondMoment
 from cgx_jax.transforms import MomentumCorrection, diloco
 from worlds import ranks
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WORLD = 4
 LIKE = {"w": jnp.ones((40, 64)), "bias": jnp.ones(3)}
 
