@@ -75,9 +75,8 @@ class QSGD(PayloadCompressor):
     def error_bound(self, x: ArrayLike) -> jax.Array:
         rows = buckets.split(x, self.bucket_size)
         each = _norm(rows, self.norm == "l2") * (1 / self.levels + 2.0**-18)
-        each = (
-            each + self.levels * buckets.TINY
-        )  # where a level is a subnormal number, all values are 0
+        # Where a level is a subnormal number, all values come back as 0.
+        each = each + self.levels * buckets.TINY
         bound = buckets.of_values(each, self.bucket_size, x)
         return buckets.rounded(jnp.where(jnp.isnan(bound), jnp.inf, bound), x)
 

@@ -51,15 +51,13 @@ def broadcast(message: bytes) -> bytes:
 
 
 def writable(path: str | os.PathLike[str] | None) -> None:
-    """Makes the folder that process 0 will write `path` in; all processes call it together.
+    """Makes the folder that process 0 will write its `path` in; all processes call it together.
 
     Raises OSError on all of them if process 0 cannot write there. A file that is there stays as it
     is.
     """
-    if path is None:
-        return
     problem = ""
-    if jax.process_index() == 0:
+    if path is not None and jax.process_index() == 0:
         file = Path(path).resolve()
         there = file.exists()
         try:

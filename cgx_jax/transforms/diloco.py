@@ -258,7 +258,7 @@ class _Workers:
         )
         # A branch's collectives wait for those of the step.
         number = after(state.step, moved) + 1
-        out, kept = [jnp.zeros_like(x) for x in moved], []
+        out, kept = [*moved], []
         for part, fragment in zip(parts, state.fragments, strict=True):
             mine = [moved[i] for i in part.numbers]
             shared = None if params is None else part.of(params)
