@@ -331,3 +331,28 @@ def test_the_statistics_are_summed_after_all_other_collectives():
     assert any(named(ops, "all-reduce") for ops in module.values() if ops != entry)
     assert len(sends) == 3
     assert sends <= before(entry, branch)
+
+
+class Answers(cgx_jax.policies.Solver):
+    """A user's solver, which answers by a function of the problem."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def solve(self, problem):
+        return self.answer(problem)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda p: {}["x"], "the solver failed: KeyError"),
+        (lambda p: [0.5] * len(p.values), "Answers.solve returned"),
+        (lambda p: [-1] * len(p.values), "Answers.solve returned"),
+        (lambda p: [0], "return an integer from 0 to 2 for each of the"),
+    ],
+    ids=["error", "shares", "negative", "short"],
+)
+def test_a_solver_that_fails_or_answers_otherwise_is_named(answer, message):
+    with pytest.raises(ValueError, match=f"^Adaptive: .*{message}"):
+        Training(few(solver=Answers(answer))).run(12)

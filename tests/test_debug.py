@@ -1,5 +1,7 @@
 """Debug mode: ranks whose results differ make the step fail, and healthy ranks do not."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax import lax
 from jax._src import dispatch
 
 import cgx_jax
+from cgx_jax.collective import Collective
 from cgx_jax.compressors.quantized import QuantizedChunks, QuantizedWhole
 from worlds import on_ranks
 
@@ -76,3 +79,23 @@ def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
         pytest.raises(Exception, match=rf"{name}: .*axis data.*rank 5 .*\(1 of 8 ranks differ\)"),
     ):
         run(on_ranks(CALLS[name], mesh, check_vma=False), X)
+
+
+@pytest.mark.parametrize("groups", [None, [[0, 3], [1, 5], [2, 4], [6, 7]]])
+def test_exact_sums_are_compared_and_ranks_of_groups_have_their_own_numbers(
+    mesh, groups, monkeypatch, request
+):
+    def differing(self, axes, leaves, intact=Collective.exact, **how):
+        wrong = lax.axis_index("data") == 5
+        return [x + wrong.astype(x.dtype) for x in intact(self, axes, leaves, **how)]
+
+    monkeypatch.setattr(Collective, "exact", differing)
+    request.addfinalizer(dispatch.runtime_tokens.clear)
+    options = {"compressor": cgx_jax.Identity(), "axis_index_groups": groups}
+    call = functools.partial(cgx_jax.psum_compressed, axis_name="data", **options)
+    first = 0 if groups is None else 1
+    with (
+        cgx_jax.debug.debug_checksums(),
+        pytest.raises(Exception, match=rf"of rank {first} is .*, that of rank 5 "),
+    ):
+        run(on_ranks(call, mesh, check_vma=False), X)

@@ -169,8 +169,19 @@ def test_ranks_of_a_mesh_with_more_axes_have_coordinates_and_skip_together(
     with cgx_jax.debug_nonfinite("skip"):
         assert not run(f, tree)["kernel"].any()
     (text,) = reports(caplog)
+    assert text.startswith("psum_compressed over axis data: ")
     assert "in 'kernel' float32[16, 40]: rank (data 2, model 1) has 1 of 640" in text
     assert "out 'kernel' float32[16, 40]: ranks (data 0, model 1), (data 1, model 1)" in text
+
+
+@pytest.mark.parametrize("action", ["raise", "skip"])
+def test_python_numbers_stay_python_numbers(mesh, action):
+    def f(tree):
+        out = psum(tree | {"n": 2})
+        return out["kernel"] / len(range(out["n"]))
+
+    with cgx_jax.debug_nonfinite(action):
+        run(on_ranks(f, mesh), {"kernel": gradients()["kernel"]})
 
 
 TRANSFORMED = {

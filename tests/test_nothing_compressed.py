@@ -72,6 +72,12 @@ def test_an_axis_of_one_rank_is_told_once(said, name):
     assert said() == [reason + "Name an axis of several ranks, such as the one between nodes."]
 
 
+def test_groups_of_one_rank_are_the_reason(said):
+    call = lambda x: psum(x, axis_index_groups=[[0], [1]])  # noqa: E731
+    reduced(ranks(2), call)
+    assert "each of axis_index_groups has one rank, which sends nothing. Pass groups" in said()[0]
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_exact_buffers_of_auto_are_told_once(said, name):
     for _ in range(2):
@@ -140,5 +146,6 @@ SILENT = {
 def test_nothing_is_said_where_it_would_be_wrong(said, call):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "jax_compilation_cache_dir is set")
         call()
     assert said() == []

@@ -218,3 +218,21 @@ def test_a_traced_state_is_refused():
     state = local(2).init({"w": jnp.zeros(SHAPE)})
     with pytest.raises(ValueError, match=r"^resize_state: the state is traced.*; make this call"):
         jax.jit(lambda state: resize_state(state, 3))(state)
+
+
+def test_a_state_of_pmap_is_resized_whole():
+    tx = optax.chain(
+        cgx_jax.sync_gradients("i", Quantize(2), memory=ErrorFeedback()), optax.adam(0.1)
+    )
+    step = jax.pmap(lambda g, s: tx.update(g, s)[1], axis_name="i")
+    init = jax.pmap(tx.init, axis_name="i")
+    grads = {"w": normal(3, 64, 64)}
+    state = step(grads, init(grads))
+    fewer = resize_state(state, 2)
+    like = jax.eval_shape(init, {"w": jnp.zeros((2, 64, 64))})
+    assert jax.tree.map(lambda a, b: a.shape == b.shape, fewer, like) == jax.tree.map(
+        lambda _: True, like
+    )
+    owed = np.asarray(state[0].memory[0]["w"]).mean(0)
+    np.testing.assert_allclose(fewer[0].memory[0]["w"][1], owed, rtol=1e-6)
+    np.testing.assert_array_equal(fewer[1][0].trace["w"][1], state[1][0].trace["w"][0])

@@ -489,3 +489,22 @@ def test_means_of_integers_and_bools_are_the_nearest(make, mesh):
     assert {k: x.dtype for k, x in got.items()} == {"n": jnp.int8, "b": jnp.bool_}
     assert set(np.ravel(got["n"]).tolist()) == {-2}
     assert got["b"].all()
+
+
+CASTS = {
+    "step": lambda s: s._replace(step=s.step.astype(jnp.bfloat16)),
+    "skipped": lambda s: s._replace(skipped=s.skipped[None]),
+    "memory": lambda s: s._replace(memory=jax.tree.map(lambda x: x.astype(jnp.bfloat16), s.memory)),
+    "moments": lambda s: s._replace(
+        moments=s.moments._replace(factors=s.moments.factors.astype(jnp.bfloat16))
+    ),
+}
+
+
+@pytest.mark.parametrize("part", CASTS)
+def test_a_state_that_was_cast_is_refused(part, mesh):
+    tx = sync(mesh, memory=ErrorFeedback(), precondition=SecondMoment())
+    like = zeros({"w": SQUARE})
+    state = jax.eval_shape(lambda: CASTS[part](tx.init(like)))
+    with pytest.raises(ValueError, match=rf"^sync_gradients: the state's {part}.*cast only param"):
+        jax.eval_shape(stepper(tx, mesh, state), like, state)

@@ -320,3 +320,32 @@ def test_seeds_that_are_no_integer_are_refused(call, seed):
 def test_integers_of_any_kind_are_seeds(seed):
     cgx_jax.sync_gradients("data", seed=seed)
     jax.eval_shape(lambda s: cgx_jax.sync_gradients("data", seed=s).init(jnp.ones(3)), np.int32(3))
+
+
+@pytest.mark.parametrize("make", [cgx_jax.sync_gradients, cgx_jax.transforms.scatter_gradients])
+def test_gradients_that_jax_has_summed_are_refused_though_all_leaves_are_exact(make):
+    """Under check_vma, a replicated parameter's gradient is the sum over the ranks."""
+    tx = make("data", Identity(), mesh=ranks(4), exchange="xla")
+
+    def step(x, varying):
+        w = jnp.ones(4)
+        if varying:
+            w = jax.lax.pcast(w, "data", to="varying")
+        grads = {"w": jax.grad(lambda w: (x * w).sum())(w), "frozen": jnp.zeros(4)}
+        return tx.update(grads, tx.init(grads))[0]["w"]
+
+    x = np.ones((4, 4), np.float32)
+    whole = on_ranks(functools.partial(step, varying=True), ranks(4))
+    np.testing.assert_array_equal(np.ravel(whole(x)), 1)
+    with pytest.raises(ValueError, match=r"does not vary over axis 'data'.*Either make the param"):
+        on_ranks(functools.partial(step, varying=False), ranks(4))(x)
+
+
+@pytest.mark.parametrize("options", [{"memory": ErrorFeedback()}, {"precondition": SecondMoment()}])
+def test_a_state_that_devices_of_a_rank_would_not_share_is_refused(options):
+    mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("data", "model"))
+    tx = cgx_jax.sync_gradients("data", Quantize(4), mesh=mesh, exchange="xla", **options)
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(None, "model"), out_specs=P("data"))
+    message = r"^sync_gradients: .*over axis 'model', too.*axis_names=\{'data'\}.*pass specs="
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(init, {"w": jnp.zeros((64, 64))})

@@ -337,6 +337,10 @@ REFUSED = {
         lambda p, x, y: vag(lambda p, b: loss_fn(p, *b))(p, (x, y[:32])),
         r"b\[0\] float32\[64,32\], b\[1\] float32\[32,32\].*in_specs=.*'b': \(P\('data'\), P\(\)\)",
     ),
+    "frozen parameters": (
+        lambda p, x, y: vag(lambda p, f, b: loss_fn(p, *b))(p, [y[:, 0]] * 3, (x[:32], y[:32])),
+        r"in_specs=\{'f': P\(\), 'b': P\('data'\)\}",
+    ),
     "a named tuple": (
         lambda p, x, y: vag(lambda p, b: loss_fn(p, *b))(p, Pair(x, y[:32])),
         r"b\.x float32\[64,32\], b\.value float32\[32,32\]",

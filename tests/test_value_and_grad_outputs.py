@@ -34,6 +34,20 @@ def test_one_rank_computes_what_jax_does(case):
     check_close(f(params, x, y), of_jax(outputs_of, params, x, y, has_aux=True), 1e-5)
 
 
+def test_values_have_the_types_of_what_is_computed_from_them(case):
+    """Equinox's layers with a state compare the types of the old and the new one."""
+    params, x, y, _ = case
+    seen = []
+
+    def loss(p, x, y, state):
+        seen.append(jax.typeof(state) == jax.typeof(state + 1))
+        return loss_fn(p, x, y)
+
+    f = vag(loss, in_specs={"state": P()})
+    check_close(f(params, x, y, jnp.ones(3)), of_jax(loss, params, x, y, jnp.ones(3)))
+    assert all(seen)
+
+
 def outputs_of(p, x, y):
     hidden = x @ p["a"]["w"]
     right = hidden.argmax(1) == 0
@@ -236,7 +250,9 @@ def test_a_ratio_may_divide_by_weights_that_are_learned(case):
 def test_a_ratio_of_other_things_is_refused(case, pair):
     params, x, y, _ = case
     loss = lambda p, x, y: pair(jnp.square(x @ p["a"]["w"]).mean(1), x)  # noqa: E731
-    with pytest.raises(ValueError, match="a sum over the examples and their count; the first"):
+    with pytest.raises(
+        ValueError, match="a sum over the examples and their count, or two means; the first"
+    ):
         vag(loss, loss="ratio")(params, x, y)
 
 

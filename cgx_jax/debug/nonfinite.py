@@ -17,7 +17,7 @@ from cgx_jax.debug.checksums import traced_anew
 from cgx_jax.debug.report import Report, Side, after_report, tell
 from cgx_jax.exchanges import xla
 from cgx_jax.kernels.nonfinite import count_nonfinite
-from cgx_jax.leaves import Leaf
+from cgx_jax.leaves import SCALARS, Leaf
 
 _ACTIONS = ("raise", "log", "skip")
 _action: str | None = None
@@ -102,6 +102,7 @@ def watch(
     if _action is None:
         return list(after), False
     axes, alike = call.axes, call.alike
+    given = after
     before, after = (tuple(jnp.asarray(x) for x in side) for side in (before, after))
     floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if not floats:
@@ -120,7 +121,7 @@ def watch(
             leaf = Leaf(call.paths[i], x.shape, x.dtype)
             sides.append(Side(name, str(leaf), x.shape, call.block_sizes.get(i)))
     around = [(str(name), size) for name, size in axes.around.items()]
-    report = Report(_action, call.caller, around, sides)
+    report = Report(_action, call.caller, list(map(str, axes.names)), around, sides)
     number = jnp.int32(-1) if step is None else step
     everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
     varying = frozenset().union(*map(_compat.varying_axes, (bad, number, *before, *after)))
@@ -135,10 +136,14 @@ def watch(
         return _compat.vary_over(told, varying)
 
     told = lax.cond(bad, report_found, lambda: _compat.vary_over(jnp.int32(0), varying))
-    results = [after_report(told, x) for x in after]
-    if _action != "skip":
-        return results, False
-    return [jnp.where(bad, jnp.zeros_like(x), x) for x in results], bad
+
+    def result(x: Any) -> Any:
+        if isinstance(x, SCALARS):  # Python numbers stay Python numbers
+            return x
+        x = after_report(told, x)
+        return jnp.where(bad, jnp.zeros_like(x), x) if _action == "skip" else x
+
+    return list(map(result, given)), bad if _action == "skip" else False
 
 
 def _counted(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> jax.Array:

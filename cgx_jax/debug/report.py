@@ -41,11 +41,13 @@ class Side(NamedTuple):
 class Report(NamedTuple):
     """The part of a report that is known while tracing.
 
-    `around` has all axes of the mesh with their sizes. `sides` alternate between "in" and "out".
+    `axes` are those of the call, and `around` has all axes of the mesh with their sizes. `sides`
+    alternate between "in" and "out".
     """
 
     action: str
     caller: str
+    axes: Sequence[str]
     around: Sequence[tuple[str, int]]
     sides: Sequence[Side]
 
@@ -64,8 +66,8 @@ def tell(report: Report, step: Any, rank: Any, table: Any) -> jax.Array:
 
 def _report(text: str, steps: Any, ranks: Any, tables: Any) -> None:
     """Reports each element of a batch."""
-    action, caller, around, sides = json.loads(text)
-    report = Report(action, caller, around, [Side(*side) for side in sides])
+    action, caller, axes, around, sides = json.loads(text)
+    report = Report(action, caller, axes, around, [Side(*side) for side in sides])
     shape = (len(steps), math.prod(size for _, size in report.around), len(report.sides), 2)
     found = np.reshape(np.asarray(tables), shape)
     for step, rank, table in zip(np.asarray(steps), np.asarray(ranks), found, strict=True):
@@ -129,7 +131,7 @@ def _raise_or_log(report: Report, step: int, rank: int, found: np.ndarray) -> No
     ]
     if len(lines) > _LINES:
         lines[_LINES:] = [f"and {len(lines) - _LINES} more"]
-    names = ", ".join(name for name, _ in report.around)
+    names = ", ".join(report.axes)
     text = f"{report.caller} over axis {names}{when}: values are not finite.\n"
     text += "\n".join(f"  {line}" for line in lines) + "\n" + _remedy(found)
     if report.action == "raise":

@@ -126,8 +126,9 @@ class Argument:
                 trained = trained and path[0].idx == 0
             if trained and jnp.issubdtype(x.dtype, jnp.complexfloating):
                 raise TypeError(
-                    f"{CALLER}: {where} {shown(x)} is complex, and gradients of complex parameters "
-                    "are not defined for a real loss; train its real and imaginary parts."
+                    f"{CALLER}: {where} {shown(x)} is complex, which this call does not take; "
+                    "train its real and imaginary parts (optax.contrib.split_real_and_imaginary), "
+                    "or use cgx_jax.sync_gradients in shard_map."
                 )
             places.append(Place(where, number, trained))
             arrays.append(x)

@@ -320,10 +320,11 @@ class Program:
                 'the mean over the examples, or (sum, count) with loss="ratio".'
             )
         if self.ratio and value.output is not None and not value.relation.why:
-            first, second = (found.relation.kind.value for found in losses)
+            names = {"mean": "a mean over them", "sum": "a sum over them"}
+            first, second = (names.get(str(x.output), x.relation.kind.value) for x in losses)
             raise ValueError(
                 f'{CALLER}: with loss="ratio" the loss returns a sum over the examples and their '
-                f"count; the first here is {first}, the second {second}."
+                f"count, or two means; the first here is {first}, the second {second}."
             )
         wrong = [("the loss", value)] if value.output is not None else []
         wrong += [
@@ -457,8 +458,10 @@ def _shape_of(x: Any, split: Split, times: int, world: int = 1) -> jax.ShapeDtyp
         shape[split.dimension] = shape[split.dimension] * times // world
     weak = bool(getattr(x, "weak_type", False))
     spec, context = typed_spec(x), jax.sharding.get_abstract_mesh()
-    if spec is None or context.empty:
+    if context.empty or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         sharding = None
+    elif spec is None:  # as what is computed from it, which libraries compare with it
+        sharding = NamedSharding(context, PartitionSpec(*(None for _ in shape)))
     else:  # on an explicit mesh, a rank's part keeps its type over the other axes
         sharding = NamedSharding(context, without(spec, context.manual_axes))
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=weak, sharding=sharding)

@@ -192,7 +192,8 @@ def _refuse(
 ) -> None:
     """Raises ValueError with an in_specs that splits the arrays of the likeliest length.
 
-    That is the commonest one of which the ranks can have equal parts.
+    That is one of which the ranks can have equal parts, and which most arguments have. Of several,
+    it is that of the last argument: the batch comes after frozen parameters.
     """
     # What is known to be split elsewhere than along its rows may be so by mistake.
     open_ = [i for i, split in enumerate(found) if split is None or split.dimension]
@@ -201,8 +202,11 @@ def _refuse(
         split = found[i]
         return None if split is None else split.dimension
 
-    lengths = Counter(arrays[i].shape[0] for i in open_ if found[i] is None)
-    size = max(lengths, key=lambda n: (n > 0 and n % ranks.world == 0, lengths[n]))
+    unknown = [i for i in open_ if found[i] is None]
+    lengths = dict.fromkeys((places[i].argument, arrays[i].shape[0]) for i in unknown)
+    arguments_of = Counter(n for _, n in lengths)
+    last = {n: number for number, n in lengths}
+    size = max(last, key=lambda n: (n > 0 and n % ranks.world == 0, arguments_of[n], last[n]))
     written = {}
     for number in dict.fromkeys(places[i].argument for i in open_):
         own = [i for i, p in enumerate(places) if p.argument == number]

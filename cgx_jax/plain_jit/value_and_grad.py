@@ -458,7 +458,9 @@ def _of_a_part(
                     yield f"{program.arguments[number].name!r}: {line(ranks.spec(other.dimension))}"
 
     remedy = (
-        "If an array carries global sizes, as haliax's named arrays do, build it inside the loss"
+        "If an array carries global sizes, as haliax's named arrays do, build it inside the loss. "
+        "If the loss needs a number of examples, as groups of a fixed size do, take a batch of "
+        f"{ranks.world} times as many"
     )
     if entry := next(others(), None):
         remedy = f"If that fits the batch, the loss can be traced with in_specs={{{entry}}}"

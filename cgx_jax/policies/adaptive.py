@@ -230,17 +230,20 @@ class Adaptive(Policy):
 
     def _agreed(self, averages: dict[str, np.ndarray]) -> Decision:
         """Returns process 0's decision; raises its error on every process, so that none waits."""
-        message = b""
+        message, failed = b"", None
         if jax.process_index() == 0:
             try:
                 made = self._decision(averages)
                 fields = {"outcome": made.outcome, "leaves": made.leaves}
                 message = json.dumps(fields | pack([made.compressors])).encode()
-            except (ArithmeticError, ImportError, ValueError) as error:
-                message = b"!" + str(error).encode()
+            except Exception as error:  # a user's solver may raise anything
+                failed, text = error, str(error)
+                if not isinstance(error, ArithmeticError | ImportError | ValueError):
+                    text = f"Adaptive: the solver failed: {error!r}"
+                message = b"!" + text.encode()
         agreed = agreement.broadcast(message)
         if agreed.startswith(b"!"):
-            raise ValueError(agreed[1:].decode())
+            raise ValueError(agreed[1:].decode()) from failed
         fields = json.loads(agreed)
         packed = Packed(fields["compressors"], fields["plans"])
         (compressors,) = unpack(packed, self.known, "the plan of process 0")
@@ -276,9 +279,11 @@ class Adaptive(Policy):
         """Returns which leaves were not finite since the last look, from decayed sums."""
         before = self.progress.nonfinite
         self.progress.nonfinite = now
-        # Decayed sums keep a trace of earlier values. This is the most that is left of what the
-        # last look saw; the margin is for fp32's rounding.
-        left = self.decay ** (self.every // self.sample_every) * (0 if before is None else before)
+        # Decayed sums keep a trace of earlier values. This is what is left of what the last look
+        # saw, `every` steps before this one; the margin is for fp32's rounding.
+        seen = self.progress.step - min(LAG, self.every - 1)
+        samples = -(-seen // self.sample_every) - -(-(seen - self.every) // self.sample_every)
+        left = self.decay**samples * (0 if before is None else before)
         return [bool(bad) for bad in now > 1.0001 * left]
 
     # --- what others may see and keep.

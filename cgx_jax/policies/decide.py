@@ -170,14 +170,25 @@ def decide(
     """Decides which plan holds after a look at `averages` (of `statistics.mean`).
 
     `current` is the plan that holds now, `plans` are those that were compiled already, and `before`
-    is the norm at the last look. Raises what the solver raises.
+    is the norm at the last look. Raises what the solver raises, and ValueError if its answer is not
+    a candidate for each leaf.
     """
+    if not subject.leaves:
+        return Decision("kept", current)
     usable = np.isfinite(averages["error"]).all(axis=1) & np.isfinite(averages["square"])
     if not (usable.all() and (averages["square"] > 0).any()):
         named = [p for p, ok in zip(subject.paths, usable, strict=True) if not ok]
         return Decision("unusable", current, tuple(named or subject.paths))
     change = None if before is None else abs(norm_of(averages) - before) / before
-    choice = solver.solve(dataclasses.replace(subject.problem(averages), change=change))
+    answer = solver.solve(dataclasses.replace(subject.problem(averages), change=change))
+    choice, count = np.asarray(answer), len(subject.candidates)
+    fits = choice.shape == (len(subject.leaves),) and choice.dtype.kind in "iu"
+    if not fits or not ((choice >= 0) & (choice < count)).all():
+        raise ValueError(
+            f"Adaptive: {type(solver).__name__}.solve returned {answer!r}; return an integer from "
+            f"0 to {count - 1} for each of the {len(subject.leaves)} leaves, the number of its "
+            "candidate in problem.bits."
+        )
     best = tuple(subject.candidates[i] for i in choice)
     now, new = subject.cost(current, averages), subject.cost(best, averages)
     if all(abs(b - a) <= hysteresis * a for a, b in zip(now, new, strict=True)):

@@ -136,9 +136,9 @@ class TrainingLoop:
                 name, variable, choice = part.words
                 raise ValueError(
                     f"{name}: the step did not use the {choice} of this {variable} when it was "
-                    "compiled. Either the step, or a part of it that calls sync_gradients, is "
-                    f"already jitted or traced, such as the body of a scan that is defined outside "
-                    f"of the step, and would keep its {choice}. Or another {name} is in its "
+                    f"compiled. Either the step is already jitted and would keep its {choice}, or "
+                    "so is a part of it that calls sync_gradients (an inner jax.jit, or the body "
+                    f"of a scan that is defined outside of the step). Or another {name} is in its "
                     f"sync_gradients. Pass {variable}.jit the function without jax.jit, with this "
                     f"{variable} in its sync_gradients."
                 )

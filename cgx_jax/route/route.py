@@ -237,7 +237,10 @@ def decide(
 def _warn_of_exact(options: Options, plan: Plan) -> None:
     """Warns that no buffer is compressed, although the plan has compressors: once per reason."""
     axes, exchange = options.axes, options.exchange
-    if axes.world == 1:
+    if axes.world == 1 and axes.groups is not None:
+        why = "each of axis_index_groups has one rank, which sends nothing"
+        what = "Pass groups of several ranks"
+    elif axes.world == 1:
         why = f"axis {', '.join(map(repr, axes.names))} has one rank, which sends nothing"
         what = "Name an axis of several ranks, such as the one between nodes"
     elif not isinstance(exchange, Exchange):

@@ -181,12 +181,18 @@ def watched(
     if options.levels is not None and options.levels.compressor is not None:
         carried = [i for i in carried if options.levels.compressor.carries_nonfinite]
     whole = options.collective is Collective.ALL_REDUCE
+    # Buckets of rows, runs and shares begin elsewhere than those of the leaf that the user knows.
+    aligned = [
+        i
+        for buffer, way in route.taken.items()
+        for i in buffer
+        if whole and way.reduction.layout(plan.coded(buffer), options.axes.world) is not None
+    ]
     call = nonfinite.Watched(
         options.name,
         options.axes,
         [leaf.path for leaf in plan.leaves],
-        # Buckets of rows begin elsewhere than those of the leaf that the user knows.
-        {i: plan.compressors[i].block_size for i in lossy if whole},
+        {i: plan.compressors[i].block_size for i in aligned},
         carried,
         alike=whole and options.axes.groups is None,
     )
@@ -203,6 +209,8 @@ def _run_exact(route: Route, values: list[Any]) -> None:
     given = [values[i] for i in arrays]
     how = {"mean": options.mean, "floats": options.floats}
     summed = options.collective.exact(axes, given, **how)
+    if options.collective is not Collective.REDUCE_SCATTER:
+        checksums.compare(options.name, axes, summed)
     for i, x in zip(arrays, summed, strict=True):
         values[i] = x
     for i in known:  # as in lax, the answer is a number, without any communication

@@ -138,6 +138,8 @@ def check_state(
     `whole` are the shapes of whole leaves, if those expected are shards: moments are of these.
     """
     caller, leaves = expected.caller, expected.leaves
+    require_count(caller, "step", state.step)
+    require_count(caller, "skipped", state.skipped)
     kept = kept_by(memory)
     if len(state.memory) != kept:
         raise ValueError(
@@ -151,6 +153,8 @@ def check_state(
         require_rows(expected, "memory", tree)
         for x, leaf in zip(jax.tree.leaves(tree), leaves, strict=True):
             _require_kind(caller, leaf, x.dtype)
+            if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4:
+                raise _cast(caller, f"memory of leaf {leaf.path!r}", x, "fp32 or wider")
     if state.overflow != ():
         require_paths(expected, "overflow", (state.overflow,))
     _check_codes(expected, state.codes, choices)
@@ -174,6 +178,23 @@ def check_state(
             f"{caller}: the state was made for leaves of other shapes: its moments have "
             f"{held} factors, but the gradients ({shapes}{more}) need {needed}. {expected.remedy}"
         )
+    for x, own in zip(jax.tree.leaves(state.moments), jax.tree.leaves(made), strict=True):
+        if x.dtype != own.dtype:
+            raise _cast(caller, "moments", x, str(own.dtype))
+
+
+def require_count(caller: str, name: str, x: Any) -> None:
+    """Raises ValueError unless a state's number of steps is still an integer."""
+    if jnp.ndim(x) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+        raise _cast(caller, name, x, "int32[]")
+
+
+def _cast(caller: str, what: str, x: Any, made: str) -> ValueError:
+    return ValueError(
+        f"{caller}: the state's {what} is {jnp.result_type(x)}{list(jnp.shape(x))}, but init makes "
+        f"it {made}; it was cast or stacked since. Restore the state with the target "
+        "jax.eval_shape(tx.init, params), and cast only parameters."
+    )
 
 
 def require_own_row(caller: str, tree: Pytree) -> None:

@@ -25,6 +25,7 @@ from cgx_jax.policies.stages import Stages
 from cgx_jax.route.route import Chooser
 from cgx_jax.transforms.checks import (
     Expected,
+    require_count,
     require_own_row,
     require_paths,
     require_rows,
@@ -360,6 +361,7 @@ class _Workers:
     def _check(self, state: LocalState, parts: list[_Part], like: Pytree) -> None:
         """Raises ValueError for a state that was made with other options."""
         remedy = "Use the state that init returned with these options."
+        require_count(self.name, "step", state.step)
         if len(parts) != len(state.fragments):
             raise ValueError(
                 f"{self.name}: the state has {len(state.fragments)} fragments, but these leaves "

@@ -26,6 +26,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
     the tickets of delayed reductions, which then run when they are applied.
 
     `state` holds whole arrays, with a row for each old rank, as `init` returned it or as restored.
+    In a state of `pmap` everything has a row for each rank, and so it has in the result.
     It may be an `nnx.Optimizer`, or `nnx.state` of one. If a chain reduces over several axes,
     resize each `SyncState` by itself. Call the function outside of jit. Place the result on the new
     mesh with `state_shardings`.
@@ -38,11 +39,12 @@ def resize_state(state: Pytree, world: int) -> Pytree:
     """
     world = whole_number(_NAME, "world", world, 1)
     require_concrete(_NAME, state)
-    if not sync_states(_NAME, state):
+    if not (states := sync_states(_NAME, state)):
         raise ValueError(
             f"{_NAME}: the state holds no state of sync_gradients or diloco; pass the state "
             "of a chain with one of them."
         )
+    flat = not any(x.step.ndim for x in states)
     rows = ranks_in(_NAME, state)
     if len(rows) > 1:
         raise ValueError(
@@ -51,7 +53,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
             "outside of shard_map."
         )
 
-    def resized(mark: PerRank, x: np.ndarray | jax.Array | jax.ShapeDtypeStruct) -> Any:
+    def resized(mark: PerRank | None, x: np.ndarray | jax.Array | jax.ShapeDtypeStruct) -> Any:
         shape = (world, *x.shape[1:])
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, x.dtype)
@@ -66,10 +68,16 @@ def resize_state(state: Pytree, world: int) -> Pytree:
             data = resized(mark, jax.random.key_data(x))
             return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
         rows = np.asarray(x)
-        row = np.zeros_like(rows[0]) if mark is PerRank.RESTART else _mean(rows)
+        if mark is None:
+            row = rows[0]
+        else:
+            row = np.zeros_like(rows[0]) if mark is PerRank.RESTART else _mean(rows)
         return np.broadcast_to(row, shape)  # on the host, where copies of a row take no memory
 
-    return map_parts(_NAME, state, resized, lambda x: x)
+    def same(x: Any) -> Any:  # under pmap it has a row for each rank, too
+        return x if flat else resized(None, x)
+
+    return map_parts(_NAME, state, resized, same)
 
 
 def _mean(rows: np.ndarray) -> np.ndarray:

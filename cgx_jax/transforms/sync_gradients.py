@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from cgx_jax import _compat
 from cgx_jax._types import AxisName, Dimensions, Pytree, Shaped
 from cgx_jax.axes import Axes, after, names_of
 from cgx_jax.collective import Collective
@@ -47,7 +48,13 @@ from cgx_jax.transforms.feedback import (
     require_bounded,
     scaled,
 )
-from cgx_jax.transforms.inner_axes import init_on_shards, on_shards, specs_in_types, specs_of
+from cgx_jax.transforms.inner_axes import (
+    init_on_shards,
+    leave_to_xla,
+    on_shards,
+    specs_in_types,
+    specs_of,
+)
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
 from cgx_jax.transforms.precondition import SecondMoment
@@ -201,6 +208,8 @@ class Sync:
             adapts = isinstance(self.policy, Adaptive)
             return state_of_any_tree(params, self.memory, self.precondition, adapts=adapts)
         bound = is_bound(self._names)
+        if bound:
+            self._require_one_state(params)
         if bound and self.dimensions is not None:
             params = _grown(self.name, params, self._names, self.dimensions)
         treedef = jax.tree.structure(params)
@@ -234,6 +243,18 @@ class Sync:
         remembered = init_memory(self.memory, params, self.axis_name, self.mesh, self.name)
         overflow = init_overflow(self.memory, choices, treedef, self.axis_name, self.mesh)
         return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
+
+    def _require_one_state(self, params: Pytree) -> None:
+        """Raises ValueError if the devices of a rank would keep different states."""
+        if self.memory is None and self.precondition is None:
+            return
+        for leaf, x in zip(leaves_of(params), jax.tree.leaves(params), strict=True):
+            if other := sorted(_compat.varying_axes(x) - {*self._names}):
+                raise ValueError(
+                    f"{self.name}: parameter {leaf.path!r} is sharded over axis {other[0]!r}, too, "
+                    "and devices that share a rank would keep different states, of which a "
+                    f"checkpoint holds one. {leave_to_xla(self._names)}"
+                )
 
     def update(
         self, updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
@@ -342,6 +363,9 @@ class Sync:
         """Returns what is sent in an update, and what remains to be known of it."""
         plan, (leaves, treedef) = share.plan, jax.tree.flatten(updates)
         self._check(state, share, choices, treedef)
+        pairs = zip(plan.leaves, leaves, strict=True)
+        floats = [(a.path, x) for a, x in pairs if jnp.issubdtype(a.dtype, jnp.inexact)]
+        share.axes.check_not_reduced(self.name, floats)
         scales = scales_of(self.precondition, state.moments, share)
         before = by_leaf(state.memory, len(leaves))
         wanted, kept = compensated(self.memory, leaves, before, state.step, share.taken.compressed)
