@@ -222,7 +222,7 @@ def test_a_traced_state_is_refused():
 
 def test_a_state_of_pmap_is_resized_whole():
     tx = optax.chain(
-        cgx_jax.sync_gradients("i", Quantize(2), memory=ErrorFeedback()), optax.adam(0.1)
+        cgx_jax.sync_gradients("i", Quantize(2), memory=ErrorFeedback()), optax.sgd(0.1, 0.9)
     )
     step = jax.pmap(lambda g, s: tx.update(g, s)[1], axis_name="i")
     init = jax.pmap(tx.init, axis_name="i")
