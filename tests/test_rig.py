@@ -89,7 +89,9 @@ def test_a_failed_rank_ends_the_others_and_its_output_is_shown():
 def test_an_interrupted_run_ends_its_ranks(tmp_path):
     waits = f"import time; print('up', flush=True); time.sleep(600)  # {tmp_path}"
     marked = [sys.executable, "-c", waits]
-    starts = f"from cgx_jax.commands import rig; rig.run(2, '1gbit', {marked!r})"
+    # A shell's background jobs ignore the signal.
+    starts = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    starts += f"from cgx_jax.commands import rig; rig.run(2, '1gbit', {marked!r})"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", starts], **pipes) as process:
         assert process.stdout.readline() == b"up\n"
