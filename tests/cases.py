@@ -101,7 +101,7 @@ CASES = {
     "random k": Case(RandomK(0.1), reductions=("sum_rounds",)),
     "random k, unbiased": Case(RandomK(0.3, scaled=True), reductions=("sum_rounds",)),
     "adaptive threshold": Case(AdaptiveThreshold(0.1), reductions=("gather_sum",)),
-    "quantile bins": Case(SketchML(16), zeros="move"),
+    "quantile bins": Case(SketchML(16)),  # if so many are zeros
     "classes of exponents": Case(INCEPTIONN((0.1, 0.3, 0.5))),
     "low rank": Case(PowerSGD(2), reductions=("sum_rounds",), zeros="rows"),
     "chunked toy": Case(Steps()),
