@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 import optax_steps
 from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment
+from cgx_jax.compressors import PowerSGD
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import Moments
 from cgx_jax.transforms.sync_gradients import SyncState
@@ -341,10 +342,15 @@ def test_gradients_that_jax_has_summed_are_refused_though_all_leaves_are_exact(m
         on_ranks(functools.partial(step, varying=False), ranks(4))(x)
 
 
-@pytest.mark.parametrize("options", [{"memory": ErrorFeedback()}, {"precondition": SecondMoment()}])
+@pytest.mark.parametrize(
+    "options",
+    [{"memory": ErrorFeedback()}, {"precondition": SecondMoment()}, {"policy": PowerSGD(2)}],
+    ids=["memory", "moments", "codes"],
+)
 def test_a_state_that_devices_of_a_rank_would_not_share_is_refused(options):
     mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("data", "model"))
-    tx = cgx_jax.sync_gradients("data", Quantize(4), mesh=mesh, exchange="xla", **options)
+    options = {"policy": Quantize(4), "mesh": mesh, "exchange": "xla"} | options
+    tx = cgx_jax.sync_gradients("data", **options)
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(None, "model"), out_specs=P("data"))
     message = r"^sync_gradients: .*over axis 'model', too.*axis_names=\{'data'\}.*pass specs="
     with pytest.raises(ValueError, match=message):

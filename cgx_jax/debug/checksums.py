@@ -58,6 +58,7 @@ def compare(caller: str, axes: Axes, leaves: Sequence[jax.Array]) -> None:
     total = sum(map(_checksum, flat), start=jnp.uint32(0))
     if _compat.bound_by_mesh(axes.names):
         total = _compat.vary_over(total, frozenset(axes.names))
+    # The zero types the rank's number as varying over what the checksum varies over.
     own = jnp.stack([total, total * 0 + axes.index().astype(jnp.uint32)])
     rows = xla.gather(lax.bitcast_convert_type(own, jnp.uint8).reshape(-1), axes)
     jax.debug.callback(functools.partial(_require_equal, caller, axes.names), rows)

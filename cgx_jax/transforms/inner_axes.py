@@ -179,16 +179,6 @@ def _placed(
     return map_with_paths(place, state, state_specs(state, axis))
 
 
-def leave_to_xla(names: Sequence[str]) -> str:
-    """Returns the remedy where each device would have to keep a state of its own."""
-    listed = ", ".join(map(repr, names))
-    return (
-        f"Make only the axis of the reduction manual, jax.shard_map(..., axis_names={{{listed}}}), "
-        "so that XLA shards the others, and pass specs= with the parameters' PartitionSpecs "
-        "(docs/quickstart/hsdp.md)."
-    )
-
-
 def on_shards(
     caller: str, step: Step, specs: Sequence[PartitionSpec], updates: Pytree, state: Any
 ) -> tuple[Pytree, Any]:
@@ -203,8 +193,8 @@ def on_shards(
         raise ValueError(
             f"{caller}: specs are for axes of the mesh that are left to XLA, but all of "
             f"{mesh.axis_names} are manual here, and each device has its shards already. Without a "
-            f"memory and precondition, leave out specs. With them: "
-            f"{leave_to_xla(mesh.manual_axes[:1])}"
+            "memory and precondition, leave out specs. With them, make only the axis of the "
+            "reduction manual: jax.shard_map(..., axis_names=...)."
         )
     leaves, treedef = jax.tree.flatten(updates)
     cuts = tuple(Cut.of(spec, x.ndim) for spec, x in zip(specs, leaves, strict=True))

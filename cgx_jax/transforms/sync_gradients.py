@@ -48,13 +48,7 @@ from cgx_jax.transforms.feedback import (
     require_bounded,
     scaled,
 )
-from cgx_jax.transforms.inner_axes import (
-    init_on_shards,
-    leave_to_xla,
-    on_shards,
-    specs_in_types,
-    specs_of,
-)
+from cgx_jax.transforms.inner_axes import init_on_shards, on_shards, specs_in_types, specs_of
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
 from cgx_jax.transforms.precondition import SecondMoment
@@ -208,8 +202,7 @@ class Sync:
             adapts = isinstance(self.policy, Adaptive)
             return state_of_any_tree(params, self.memory, self.precondition, adapts=adapts)
         bound = is_bound(self._names)
-        if bound:
-            self._require_one_state(params)
+        given = params
         if bound and self.dimensions is not None:
             params = _grown(self.name, params, self._names, self.dimensions)
         treedef = jax.tree.structure(params)
@@ -231,6 +224,8 @@ class Sync:
         if self.precondition is not None:
             moments = self.precondition.init(params)
         codes = init_codes(known, choices, treedef, self.axis_name, self.mesh)
+        if bound and not (self.memory is None and self.precondition is None and codes == ()):
+            self._require_one_state(given)
         if self.mesh is not None and not bound:
             replicated = NamedSharding(self.mesh, PartitionSpec())
             step, skipped, statistics = lax.with_sharding_constraint(
@@ -246,14 +241,16 @@ class Sync:
 
     def _require_one_state(self, params: Pytree) -> None:
         """Raises ValueError if the devices of a rank would keep different states."""
-        if self.memory is None and self.precondition is None:
-            return
+        listed = ", ".join(map(repr, self._names))
         for leaf, x in zip(leaves_of(params), jax.tree.leaves(params), strict=True):
             if other := sorted(_compat.varying_axes(x) - {*self._names}):
                 raise ValueError(
                     f"{self.name}: parameter {leaf.path!r} is sharded over axis {other[0]!r}, too, "
                     "and devices that share a rank would keep different states, of which a "
-                    f"checkpoint holds one. {leave_to_xla(self._names)}"
+                    "checkpoint holds one. Make only the axis of the reduction manual, "
+                    f"jax.shard_map(..., axis_names={{{listed}}}), so that XLA shards the others, "
+                    "and pass specs= with the parameters' PartitionSpecs "
+                    "(docs/quickstart/hsdp.md)."
                 )
 
     def update(
