@@ -14,6 +14,7 @@ import cgx_jax
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment, transforms
 from cgx_jax.compressors import SignSGD
 from cgx_jax.kernels.nonfinite import all_finite, count_nonfinite
+from cgx_jax.reductions import Levels
 from worlds import first, on_ranks, placed, stepper
 
 EXACT_BIAS = (Rule(Identity(), path="bias"),)
@@ -172,6 +173,19 @@ def test_ranks_of_a_mesh_with_more_axes_have_coordinates_and_skip_together(
     assert text.startswith("psum_compressed over axis data: ")
     assert "in 'kernel' float32[16, 40]: rank (data 2, model 1) has 1 of 640" in text
     assert "out 'kernel' float32[16, 40]: ranks (data 0, model 1), (data 1, model 1)" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reduction": "ring"}, {"levels": Levels(groups=((0, 1, 2, 3), (4, 5, 6, 7)))}],
+    ids=["ring", "levels"],
+)
+def test_no_bucket_is_named_where_those_of_shares_begin_elsewhere(mesh, caplog, options):
+    f = lambda t: cgx_jax.psum_compressed(t, "data", RULES, exchange="xla", **options)  # noqa: E731
+    with cgx_jax.debug_nonfinite("log"):
+        run(on_ranks(f, mesh), spoilt())
+    (text,) = reports(caplog)
+    assert "in 'kernel' float32[16, 40]: rank 3 has 2 of 640, the first at [7, 1]\n" in text
 
 
 @pytest.mark.parametrize("action", ["raise", "skip"])
