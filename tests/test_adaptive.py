@@ -333,6 +333,20 @@ def test_the_statistics_are_summed_after_all_other_collectives():
     assert sends <= before(entry, branch)
 
 
+def test_a_leaf_that_is_not_finite_again_is_named_whatever_steps_are_sampled():
+    """The second time it holds few such values, of steps that are sampled unevenly by looks."""
+    training = Training(few(warmup=15, every=15, sample_every=10))
+    for step in range(60):
+        grads = gradients(step)
+        if step == 20:
+            grads["small"][0] = np.nan
+        if step == 40:
+            grads["small"][0, 0, :2] = np.nan
+        training.run(1, grads=grads)
+    named = {r.step: r.nonfinite for r in training.policy.history}
+    assert [named[step] for step in sorted(named)][1:3] == [("small",), ("small",)], named
+
+
 class Answers(cgx_jax.policies.Solver):
     """A user's solver, which answers by a function of the problem."""
 
