@@ -14,6 +14,7 @@ from jax import lax
 
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
+from cgx_jax.kernels.nonfinite import count_nonfinite
 
 RUN = 512  # values of a run if no candidate codes several together
 # The error of a candidate under which finite values overflow, in squared norms of the leaf.
@@ -107,11 +108,11 @@ class Sampler:
             jnp.concatenate([errors, square[:, None]], axis=1), leaf, len(leaves)
         )
         # Counts over all values, since finding a single non-finite value is worth a pass.
-        share = [(~jnp.isfinite(x)).sum(dtype=jnp.float32) / max(1, x.size) for x in leaves]
+        share = count_nonfinite(leaves)[:, :1] / np.maximum([[x.size] for x in leaves], 1)
         scaled = sums * np.array(scale, np.float32)[:, None]
         errors, square = self._with_whole(scaled[:, :-1], leaves), scaled[:, -1:]
         errors = jnp.where(jnp.isfinite(errors), errors, OVERFLOWN * square)
-        return jnp.concatenate([errors, square, jnp.stack(share)[:, None]], axis=1)
+        return jnp.concatenate([errors, square, share.astype(jnp.float32)], axis=1)
 
     def _with_whole(self, errors: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
         """Completes errors measured on runs: returns those of all candidates, in order."""
