@@ -187,6 +187,8 @@ class _ChunksLeafByLeaf(ChunkCode):
     def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
         runs = self._sent(sent)
         keys = leaf_keys(self.leaves, sent.words)
+        if isinstance(keys, jax.Array):  # a key of its own for each row
+            keys = jax.vmap(lambda key: jax.random.split(key, self.world))(keys)
         rows: list[jax.Array] = []
         lost: dict[int, jax.Array] = {}
         for group in self._groups:
@@ -374,13 +376,9 @@ class _Joined(WholeCode):
         return [out[i] for i in range(len(out))]
 
 
-def _encoded_rows(code: PayloadCompressor, key: Key, rows: jax.Array) -> jax.Array:
-    """Encodes each row by itself, with a key of its own if the compressor draws numbers."""
-    if not code.needs_key:
-        return jax.vmap(code.encode)(rows)
-    assert key is not None
-    keys = jax.random.split(key, rows.shape[0])
-    return jax.vmap(lambda x, k: code.encode(x, key=k))(rows, keys)
+def _encoded_rows(code: PayloadCompressor, keys: jax.Array | None, rows: jax.Array) -> jax.Array:
+    """Encodes each row by itself, with its key if the compressor draws numbers."""
+    return jax.vmap(functools.partial(_encoded, code))(keys, rows)
 
 
 def _total(

@@ -169,9 +169,14 @@ class _Positions(_Sparse):
 
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
-        keys = (key, key) if key is None else jax.random.split(key)
-        at, taken = self.select(flat, self.count(flat.size), keys[0])
-        coded = self.values.encode(taken, key=keys[1] if self.values.needs_key else None)
+        if self.needs_key:
+            buckets.require_key(self, key)
+        values_key = None
+        if self.values.needs_key:
+            assert key is not None
+            key, values_key = jax.random.split(key)
+        at, taken = self.select(flat, self.count(flat.size), key)
+        coded = self.values.encode(taken, key=values_key)
         return jnp.concatenate([pack(at.astype(jnp.uint32), self.position_bits(flat.size)), coded])
 
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
@@ -314,14 +319,13 @@ class DGC(_Keeping):
         return magnitude >= magnitude.min(where=arrived, initial=jnp.inf)
 
     def select(self, x: jax.Array, count: int, key: Key) -> tuple[jax.Array, jax.Array]:
-        buckets.require_key(self, key)
         n = x.size
         if not n:
             return jnp.zeros(0, jnp.int32), x
         stride = max(1, min(self.STRIDE, n // self.SAMPLE))
         rank = -(-count * -(-n // stride) // n)
         assert key is not None
-        turns = jax.random.randint(key, (2,), 0, n, jnp.int32)
+        turns = (buckets.words(key) % np.uint32(n)).astype(jnp.int32)
         static = {"count": count, "stride": stride, "rank": rank}
         at, taken = codes.call("cgx_above_sampled", above_sampled_jnp, x, turns, **static)
         return at, taken
