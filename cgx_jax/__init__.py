@@ -28,7 +28,7 @@ from cgx_jax.compressors import Cast as Cast
 from cgx_jax.compressors import Identity as Identity
 from cgx_jax.compressors import Quantize as Quantize
 from cgx_jax.debug.nonfinite import debug_nonfinite as debug_nonfinite
-from cgx_jax.kernels.memory import keep_memory as keep_memory
+from cgx_jax.kernels.native import keep_memory as keep_memory
 from cgx_jax.plain_jit.manual import drop_manual_axes as drop_manual_axes
 from cgx_jax.plain_jit.value_and_grad import value_and_grad as value_and_grad
 from cgx_jax.plan import Plan as Plan

@@ -56,7 +56,9 @@ def _run() -> int:
         if arguments.devices is not None or arguments.distributed is not None:
             parser.error("--link starts processes itself; leave out --devices and --distributed")
         if not rig.joined():
-            return _at_both_ends(arguments.link, parser)
+            if problem := rig.missing():
+                parser.error(f"--link: {problem}")
+            return rig.run(2, arguments.link, [sys.executable, "-m", "cgx_jax", *sys.argv[1:]])
         rig.initialize()
     if arguments.devices is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -114,13 +116,6 @@ def _run() -> int:
             png_path=arguments.png,
         )
     return 0
-
-
-def _at_both_ends(rate: str, parser: argparse.ArgumentParser) -> int:
-    """Runs this command line again in two processes that are joined by a link."""
-    if problem := rig.missing():
-        parser.error(f"--link: {problem}")
-    return rig.run(2, rate, [sys.executable, "-m", "cgx_jax", *sys.argv[1:]])
 
 
 def _follow(path: Path, world: int, parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, xla
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -27,6 +28,15 @@ def identity(name: str, aval: Callable[..., Any] = lambda x, *_, **params: x) ->
     p.def_abstract_eval(aval)
     batching.defvectorized(p)
     mlir.register_lowering(p, lambda ctx, x, *_, **params: [x])
+    return p
+
+
+def operation(name: str, shapes: Callable[..., Any]) -> Primitive:
+    """Returns a primitive with several results, of the types that `shapes` gives them."""
+    p = Primitive(name)
+    p.multiple_results = True
+    p.def_abstract_eval(shapes)
+    p.def_impl(functools.partial(xla.apply_primitive, p))
     return p
 
 

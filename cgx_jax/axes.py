@@ -274,6 +274,13 @@ def _gathered_jvp(axes: Axes, primals: Pytree, tangents: Pytree) -> Pytree:
     return _gathered(axes, *primals), cast(wide, t.dtype)
 
 
+def in_groups(grid: np.ndarray, own: Sequence[int], groups: Any = None) -> np.ndarray:
+    """Returns the entries of a mesh's grid for each group of ranks over the dimensions `own`."""
+    last = range(-len(own), 0)
+    rows = np.moveaxis(grid, own, last).reshape(-1, math.prod(grid.shape[i] for i in own))
+    return rows if groups is None else np.concatenate([rows[:, list(g)] for g in groups])
+
+
 def axes_by_dimension(spec: PartitionSpec, ndim: int | None = None) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes over which each dimension is sharded, of an array or of the spec."""
     more = 0 if ndim is None else ndim - len(spec.partitions)

@@ -10,6 +10,7 @@ from cgx_jax import Adaptive, Quantize
 from worlds import RANKS, first, placed, ranks, with_state
 
 WORLD = 4
+MESH = ranks(WORLD)
 LIKE = {
     "bias": jnp.zeros(64),
     "big": jnp.zeros((128, 128)),
@@ -17,10 +18,6 @@ LIKE = {
     "table": jnp.zeros((64, 64)),
 }
 SCALE = {"bias": 1.0, "big": 0.01, "small": 10.0, "table": 1.0}
-
-
-def mesh():
-    return ranks(WORLD)
 
 
 def gradients(seed, scale=SCALE):
@@ -37,7 +34,7 @@ class Training:
     def __init__(self, policy, memory=None, like=LIKE):
         self.policy = policy
         self.tx = optax.chain(
-            cgx_jax.sync_gradients("data", policy, memory=memory, mesh=mesh(), exchange="xla"),
+            cgx_jax.sync_gradients("data", policy, memory=memory, mesh=MESH, exchange="xla"),
             optax.sgd(1.0),
         )
         # As later steps get it, so that the step is compiled once for each plan.
@@ -45,11 +42,11 @@ class Training:
         self.step = policy.jit(self.sharded(), donate_argnums=(1,))
 
     def placed(self, state):
-        return placed(state, mesh())
+        return placed(state, MESH)
 
     def sharded(self):
         return with_state(
-            lambda grads, state: self.tx.update(first(grads), state), mesh(), self.state, RANKS
+            lambda grads, state: self.tx.update(first(grads), state), MESH, self.state, RANKS
         )
 
     def run(self, steps, scale=SCALE, grads=None):

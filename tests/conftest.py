@@ -20,6 +20,7 @@ from cgx_jax import _compat, use_profile
 from cgx_jax.choice import auto
 from cgx_jax.exchanges import nccl
 from cgx_jax.kernels import native
+from plain_jit_case import exact_case
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Tests spend most of their time compiling, and other processes need the same programs: workers, the
@@ -108,6 +109,27 @@ def unoptimized(request):
 def optimized(unoptimized):
     """Takes `unoptimized` back for one test of a file: two programs must have the same bits."""
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def same_isa_afterwards():
+    module = native.module()
+    before = module.isa()
+    yield
+    module.set_isa(before)
+
+
+@pytest.fixture(scope="session")
+def case():
+    """A regression with its exact loss and gradients."""
+    return exact_case()
+
+
+@pytest.fixture
+def standard_promotion():
+    """Dtypes are promoted as users have it, and as Flax and Optax are written."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 # What the library asks of the machine and of JAX: who is asked, and by which function.

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from adaptive_training import LIKE, SCALE, Training, gradients, mesh
+from adaptive_training import LIKE, MESH, SCALE, Training, gradients
 from cgx_jax import Adaptive, ErrorFeedback, Quantize
 from cgx_jax.policies import Accordion, Problem, Uniform
 from cgx_jax.policies.decide import Refresh, last_norm
@@ -59,9 +59,9 @@ def test_bits_follow_the_change_of_the_norm_and_two_plans_are_compiled_once_each
     # What is reduced has the bits of the fixed plan.
     def fixed(compressor):
         tx = optax.chain(
-            cgx_jax.sync_gradients("data", compressor, mesh=mesh(), exchange="xla"), optax.sgd(1.0)
+            cgx_jax.sync_gradients("data", compressor, mesh=MESH, exchange="xla"), optax.sgd(1.0)
         )
-        return on_ranks(lambda g: tx.update(g, tx.init(LIKE))[0], mesh(), out=P())
+        return on_ranks(lambda g: tx.update(g, tx.init(LIKE))[0], MESH, out=P())
 
     plans = {FEW.bits: fixed(FEW), MANY.bits: fixed(MANY)}
     for t, mean in enumerate(mean for period in got for mean in period):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from adaptive_training import LIKE, SCALE, WIDTHS, WORLD, Training, adaptive, gradients, mesh
+from adaptive_training import LIKE, MESH, SCALE, WIDTHS, WORLD, Training, adaptive, gradients
 from cgx_jax import Adaptive, ErrorFeedback, Identity, Quantize
 from cgx_jax.leaves import Leaf, leaves_of
 from cgx_jax.policies import LeastBytes, LeastError
@@ -192,7 +192,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(steps):
         policy = few()
         if early:
             policy.load_state_dict(saved)
-            tx = cgx_jax.sync_gradients("data", policy, mesh=mesh(), memory=ErrorFeedback())
+            tx = cgx_jax.sync_gradients("data", policy, mesh=MESH, memory=ErrorFeedback())
             jax.eval_shape(tx.init, LIKE)
         second = Training(policy, memory=ErrorFeedback())
         if not early:
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_tree_is_refused_with_the_first_differing_path()
     saved = policy.state_dict()
     other = few()
     other.load_state_dict(saved)
-    tx = cgx_jax.sync_gradients("data", other, mesh=mesh(), exchange="xla")
+    tx = cgx_jax.sync_gradients("data", other, mesh=MESH, exchange="xla")
     with pytest.raises(ValueError, match=r"leaf 'huge' .* has 'small' float32\[32, 64\]"):
         tx.init({"bias": jnp.zeros(64), "big": jnp.zeros((128, 128)), "huge": jnp.zeros((9, 9))})
     with pytest.raises(ValueError, match=r"leaf 'table' of the policy's first tree is the first"):
@@ -259,7 +259,7 @@ def test_calls_that_keep_no_statistics_refuse_it():
 
     def reduced(call, options):
         f = lambda grads: call(jax.tree.map(lambda x: x[0], grads), "data", policy, **options)  # noqa: E731
-        f = jax.shard_map(f, mesh=mesh(), in_specs=P("data"), out_specs=P())
+        f = jax.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P())
         return jax.eval_shape(f, gradients(0))
 
     for call, options in (

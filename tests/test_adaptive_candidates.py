@@ -60,21 +60,21 @@ def mixed():
     return trained(policy)
 
 
-# Width, block size, codec work.
+# Width, block size, codec work, whether it is unbiased.
 STATED = {
-    Quantize(4, 64): (4, 64, set()),
-    Quantize(3, rotation=True): (3, 512, {"rotation"}),
-    Quantize(8, rounding="correlated", rotation=True): (8, 512, {"noise", "rotation"}),
-    Cast(jnp.bfloat16): (16, 1, set()),
-    Cast(jnp.float8_e5m2): (8, 1, set()),
-    Identity(): (32, 1, set()),
-    Mean(): (1, None, set()),
+    Quantize(4, 64): (4, 64, set(), False),
+    Quantize(3, rotation=True): (3, 512, {"rotation"}, False),
+    Quantize(8, rounding="correlated", rotation=True): (8, 512, {"noise", "rotation"}, True),
+    Cast(jnp.bfloat16): (16, 1, set(), False),
+    Cast(jnp.float8_e5m2): (8, 1, set(), False),
+    Identity(): (32, 1, set(), True),
+    Mean(): (1, None, set(), False),
 }
 
 
 @pytest.mark.parametrize("c", STATED, ids=str)
 def test_every_compressor_states_what_solvers_and_statistics_need(c):
-    assert (c.width, c.block_size, c.codec_work) == STATED[c]
+    assert (c.width, c.block_size, c.codec_work, c.unbiased) == STATED[c]
 
 
 # --- in a training.

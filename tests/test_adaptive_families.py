@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cgx_jax
-from adaptive_training import WORLD, Training, adaptive, mesh
+from adaptive_training import MESH, WORLD, Training, adaptive
 from cgx_jax import ErrorFeedback, Quantize
 from cgx_jax.compressors import PowerSGD, Signum, TopK
 from cgx_jax.leaves import Leaf
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_a_mixed_plan_goes_on_bit_for_bit(mixed, tmp_path):
         files.wait_until_finished()
         again = Training(policy(), memory=ErrorFeedback(), like=LIKE)
         again.policy.load_state_dict(saved)
-        shardings = cgx_jax.state_shardings(again.state, "data", mesh())
+        shardings = cgx_jax.state_shardings(again.state, "data", MESH)
         like = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), again.state, shardings
         )

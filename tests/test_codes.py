@@ -10,19 +10,13 @@ import pytest
 from cgx_jax.compressors import natural, packing, qsgd, sparse, terngrad
 from cgx_jax.kernels import codes, native
 
+pytestmark = pytest.mark.usefixtures("same_isa_afterwards")
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")
 module = native.module()
 
 SIZES = [1, 7, 64, 65, 513, 5000]
 LARGE = 300_000  # so many values that a sample finds the bound, and threads share the work
 EDGES = np.array([0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38], "f4")
-
-
-@pytest.fixture(autouse=True)
-def same_isa_afterwards():
-    before = module.isa()
-    yield
-    module.set_isa(before)
 
 
 def on_every_isa(f, *operands):

@@ -15,12 +15,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cases import CHUNKED, every
 from cgx_jax import Cast, Identity, Plan, Quantize, Rules
 from cgx_jax.compressors import DGC
 from cgx_jax.exchanges import base
 from cgx_jax.kernels.primitives import Sent
-from cgx_jax.reductions import ScatterGather
 from worlds import RANKS, first, normal, on_ranks, ranks
 
 pytestmark = pytest.mark.oldest
@@ -132,42 +130,6 @@ def test_sum_is_within_the_stated_bound_under(name, tree, plain, tolerance):
         assert (np.abs(np.float64(got[k]) - x.astype(np.float64).sum(0)) <= tolerance[k]).all()
     if name in ("shard_map, check_vma off", "shard_map, eager", "pmap", "vmap(axis_name)", "scan"):
         np.testing.assert_array_equal(got["kernel"], plain["kernel"])
-
-
-SHAPES = [(), (1,), (3,), (511,), (513,), (37, 70)]
-SLOW = pytest.mark.slow
-
-
-# Only codes that can be cut into chunks; test_conformance tries all kinds of codes.
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [
-        *(pytest.param(*p.values, 3, marks=p.marks) for p in every(CHUNKED)),
-        *(pytest.param(*p.values, 8, marks=SLOW) for p in every(CHUNKED) if not p.marks),
-    ],
-)
-@pytest.mark.quick("quantize 3-3")
-def test_ranks_hold_the_same_bits_within_the_bound(name, world):
-    compressor = CHUNKED[name]
-    dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
-    leaves = [normal(world, *s, seed=i, dtype=dtypes[i % 3]) for i, s in enumerate(SHAPES)]
-    plan = Plan.build(first(leaves), Rules((), compressor, exact=()))
-    call = lambda t: cgx_jax.psum_compressed(t, "data", plan, key=KEY, exchange="xla")  # noqa: E731
-    results = on_ranks(call, ranks(world))(leaves)
-    bound_of = jax.jit(lambda xs: [ScatterGather().error_bound(compressor, x) for x in xs])
-    bounds = bound_of([x.astype(np.float32) for x in leaves])
-    for got, x, bound in zip(results, leaves, bounds, strict=True):
-        every = np.asarray(got)
-        assert every.dtype == x.dtype
-        for r in range(world):
-            assert every[r].tobytes() == every[0].tobytes()
-        if world == 1:
-            np.testing.assert_array_equal(every[0], x[0])
-            continue
-        rounding = 2.0**-6 if x.dtype == jnp.bfloat16 else 2.0**-9
-        bound = np.asarray(bound) + np.abs(np.asarray(x, np.float32)).sum(0) * rounding + 1e-5
-        error = np.abs(every[0].astype(np.float64) - np.asarray(x, np.float64).sum(0))
-        assert (error <= bound).all(), (x.shape, x.dtype, (error / bound).max())
 
 
 def updated(tx, tree):

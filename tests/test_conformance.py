@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cases import CASES, FEW, PAIRS, every
+from cases import CASES, CHUNKED, FEW, PAIRS, every
 from cgx_jax import Rules, transforms
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Xla
@@ -59,6 +59,13 @@ RANKS = [
 )
 def test_reduction(name, world):
     check_reduction(*PAIRS[name], worlds=(world,))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (513,)], ids=str)
+@pytest.mark.parametrize("name", every(CHUNKED))
+@pytest.mark.quick("quantize 3-*3,*")
+def test_reduction_of_leaves_of_few_values(name, shape):
+    check_reduction(CHUNKED[name], worlds=(8,), shape=shape)
 
 
 def stepped(case, memory=None, precondition=None):

@@ -21,6 +21,7 @@ from worlds import placed as placed_on
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
 WORLD, STEPS = 3, 24
+MESH = ranks(WORLD)
 SHAPES = {"a": (6, 8), "b": {"w": (5, 4), "z": (30,)}}
 is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
 
@@ -33,10 +34,6 @@ def draw(seed, *lead):
 
 
 TARGETS, START = draw(0, WORLD), draw(1)
-
-
-def mesh():
-    return ranks(WORLD)
 
 
 def exactly(compressor):
@@ -66,7 +63,7 @@ def trained(tx, steps=STEPS, weights=None, check_vma=True, over=None, start=STAR
         start, targets = placed(over, start), placed(over, targets, "data")
     state = tx.init(start)
     if over is None:
-        start, state = jax.device_put(start, NamedSharding(mesh(), P())), placed_on(state, mesh())
+        start, state = jax.device_put(start, NamedSharding(MESH, P())), placed_on(state, MESH)
     extra = {} if weights is None else {"weight": jnp.asarray(weights, jnp.float32)}
 
     def step(params, targets, extra, state):
@@ -76,7 +73,7 @@ def trained(tx, steps=STEPS, weights=None, check_vma=True, over=None, start=STAR
         return (params, stacked(local_params(params, state))), state
 
     how = {"out": (P(), RANKS), "check_vma": check_vma, "axis_names": {"data"}}
-    f = jax.jit(with_state(step, over or mesh(), state, P(), RANKS, RANKS, **how))
+    f = jax.jit(with_state(step, over or MESH, state, P(), RANKS, RANKS, **how))
     params, shared, own = start, [], []
     for _ in range(steps):
         (params, local), state = f(params, targets, extra, state)
@@ -92,7 +89,7 @@ def update_of(tx, state, over=None, **options):
         own = jax.tree.map(lambda x: lax.pcast(x, "data", to="varying"), grads)
         return tx.update(own, state, params)
 
-    return with_state(f, over or mesh(), state, P(), P(), **options)
+    return with_state(f, over or MESH, state, P(), P(), **options)
 
 
 def reference(
@@ -158,13 +155,13 @@ def wrapped(compressor=None, **options):
         optax.sgd(0.1, 0.9),
         "data",
         exactly(Identity() if compressor is None else compressor),
-        mesh=mesh(),
+        mesh=MESH,
         **({"exchange": "xla"} | options),
     )
 
 
 def locally(every, optimizer=None, **options):
-    options = {"mesh": mesh(), "exchange": "xla"} | options
+    options = {"mesh": MESH, "exchange": "xla"} | options
     optimizer = optax.sgd(0.1, 0.9) if optimizer is None else optimizer
     return local_steps(optimizer, "data", exactly(Identity()), every=every, **options)
 
@@ -406,7 +403,7 @@ def test_gradients_that_are_the_same_on_all_workers_are_refused():
         return tx.update(lax.pmean(first(targets), "data"), state, params)
 
     for step in (at_params, averaged):
-        f = with_state(step, mesh(), state, P(), RANKS)
+        f = with_state(step, MESH, state, P(), RANKS)
         with pytest.raises(ValueError, match=r"diloco: the gradient of leaf 'a' .*local_params"):
             jax.eval_shape(f, START, TARGETS, state)
 
@@ -445,7 +442,7 @@ def test_a_round_sends_bytes_and_only_in_a_branch(fragments):
 def test_states_are_placed_and_resized():
     tx = wrapped(Quantize(4), **CASES["streaming"][0], memory=ErrorFeedback())
     _, _, state = trained(tx, 8)
-    again = placed_on(jax.tree.map(np.asarray, state), mesh())
+    again = placed_on(jax.tree.map(np.asarray, state), MESH)
     jax.tree.map(np.testing.assert_array_equal, again, state)
     assert (again.moved["a"].sharding.spec, again.step.sharding.spec) == (RANKS, P())
     more = cgx_jax.resize_state(state, 5)
@@ -457,7 +454,7 @@ def test_states_are_placed_and_resized():
 
 
 def test_muon_runs_inside():
-    tx = diloco(optax.contrib.muon(0.02), "data", Quantize(8), every=3, mesh=mesh(), exchange="xla")
+    tx = diloco(optax.contrib.muon(0.02), "data", Quantize(8), every=3, mesh=MESH, exchange="xla")
     with jax.numpy_dtype_promotion("standard"):
         shared, _, _ = trained(tx, 60)
     mean = jax.tree.map(lambda t: t.mean(0), TARGETS)
@@ -516,7 +513,7 @@ def test_wrong_local_steps_are_refused(make, error, says):
 
 @pytest.mark.parametrize("policy", [Adaptive(), Stages((TopK(), TopK(0.1)), (3,))])
 def test_policies_of_the_whole_tree_need_one_fragment(policy):
-    tx = diloco(optax.sgd(0.1), "data", policy, every=4, fragments=2, mesh=mesh())
+    tx = diloco(optax.sgd(0.1), "data", policy, every=4, fragments=2, mesh=MESH)
     with pytest.raises(ValueError, match=r"diloco: \w+ sees the whole tree, but there are 2"):
         tx.init(START)
 
@@ -524,12 +521,12 @@ def test_policies_of_the_whole_tree_need_one_fragment(policy):
 def weighted(tree, weights, **start):
     """Returns the parameters after one step of plain averaging by workers with these weights."""
     tx = diloco(optax.sgd(1.0), "data", exactly(Identity()), every=1, outer=optax.sgd(1.0),
-                mesh=mesh(), exchange="xla")  # fmt: skip
+                mesh=MESH, exchange="xla")  # fmt: skip
     params = jax.tree.map(lambda x: np.zeros_like(x[0]), tree)
     state = tx.init(params)
     step = lambda g, w, s: tx.update(first(g), s, params, weight=w[0])  # noqa: E731
     with jax.numpy_dtype_promotion("standard"):
-        f = jax.jit(with_state(step, mesh(), state, RANKS, RANKS))
+        f = jax.jit(with_state(step, MESH, state, RANKS, RANKS))
         return f(tree, jnp.asarray(weights, jnp.float32), state)[0]
 
 
@@ -600,7 +597,7 @@ def test_parameters_may_be_one_array(delay):
 
 def test_a_worker_s_key_is_resized():
     tx = diloco(
-        optax.chain(optax.add_noise(0.1, 0.1, 3), optax.sgd(0.1)), "data", every=2, mesh=mesh()
+        optax.chain(optax.add_noise(0.1, 0.1, 3), optax.sgd(0.1)), "data", every=2, mesh=MESH
     )
     state = tx.init(START)
     assert {x.shape[0] for x in jax.tree.leaves(cgx_jax.resize_state(state, 5).optimizer)} == {5}

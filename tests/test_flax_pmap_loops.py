@@ -27,12 +27,7 @@ QUICK = ("imagenet",)
 SEEDS = range(4)
 DEVICES = jax.devices()[:WORLD]
 Q4 = cgx_jax.Quantize(4, rotation=True)
-
-
-@pytest.fixture(autouse=True)
-def _promotion_as_flax_and_optax_need_it():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class TrainState(train_state.TrainState):

@@ -15,18 +15,12 @@ from cgx_jax.kernels import native
 from cgx_jax.kernels.wire import mask_segment
 from oracle import Leaf
 
+pytestmark = pytest.mark.usefixtures("same_isa_afterwards")
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")
 module = native.module()
 
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 KEY = (0x12345678, 0x9ABCDEF0)
-
-
-@pytest.fixture(autouse=True)
-def same_isa_afterwards():
-    before = module.isa()
-    yield
-    module.set_isa(before)
 
 
 @pytest.fixture(params=module.isas())

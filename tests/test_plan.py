@@ -1,4 +1,4 @@
-"""Plans: rules, fusion, arithmetic, summary; and that imports point one way."""
+"""Plans: rules, fusion, arithmetic, summary."""
 
 import jax
 import jax.numpy as jnp
@@ -139,10 +139,3 @@ def test_wire_bits_is_the_payloads_size(bits, size):
         assert payload.dtype == jnp.uint8
         assert 8 * payload.size == c.wire_bits(size) == c.wire_bits((size, 1))
         assert (np.abs(np.asarray(decoded) - x) <= np.asarray(bound)).all()
-
-
-def test_every_compressor_states_whether_it_is_biased():
-    assert Quantize(rounding="stochastic").unbiased
-    assert Identity().unbiased
-    assert not Quantize().unbiased
-    assert not Cast(jnp.bfloat16).unbiased

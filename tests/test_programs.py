@@ -19,16 +19,10 @@ from cgx_jax import Identity, Quantize, Rule, Rules
 from hlo import collectives
 from plain_jit_case import auto_mesh
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
+pytestmark = pytest.mark.usefixtures("unoptimized", "standard_promotion")
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 64, 64, 4, 16, 2
 STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def changed_lines(ours, exact):

@@ -20,15 +20,12 @@ from worlds import RANKS, first, normal, placed, ranks, stepper
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
 WORLD = 4
+MESH = ranks(WORLD)
 SHAPES = {"bias": (40,), "kernel": (24, 60), "stack": (8, 12, 30)}
 FIRST = dict.fromkeys(SHAPES, 0)
 CUT = {"bias": 0, "kernel": 1, "stack": 1}  # along the columns, and between rows
 cuts = pytest.mark.parametrize("cut", [FIRST, CUT], ids=["first", "several"])
 Q3 = Rules((), Quantize(3, 64), exact=())
-
-
-def mesh():
-    return ranks(WORLD)
 
 
 def gradients(steps, scale=None, seed=0):
@@ -51,8 +48,8 @@ def specs_of(cut):
 
 def run(tx, grads, state=None, cut=FIRST):
     """Returns every step's whole mean, joined from all ranks' shards, and the states."""
-    state = placed(tx.init(zeros()) if state is None else state, mesh())
-    f = stepper(tx, mesh(), state, out={name: specs_of(cut)[name] for name in grads})
+    state = placed(tx.init(zeros()) if state is None else state, MESH)
+    f = stepper(tx, MESH, state, out={name: specs_of(cut)[name] for name in grads})
     means, states = [], [state]
     for t in range(len(next(iter(grads.values())))):
         mean, state = f(jax.tree.map(lambda x, t=t: x[t], grads), state)
@@ -62,7 +59,7 @@ def run(tx, grads, state=None, cut=FIRST):
 
 
 def scatter(policy, **options):
-    return cgx_jax.scatter_gradients("data", policy, mesh=mesh(), exchange="xla", **options)
+    return cgx_jax.scatter_gradients("data", policy, mesh=MESH, exchange="xla", **options)
 
 
 def test_shards_of_votes_are_those_of_an_all_reduce():
@@ -218,7 +215,7 @@ def test_the_moments_are_those_of_the_whole_mean(cut):
 def test_units_cost_one_small_sum_in_the_steps_that_update_them():
     tx = scatter(Q3, precondition=SecondMoment())
     state = tx.init(zeros())
-    lowered = stepper(tx, mesh(), state, out=RANKS).lower(first(gradients(1)), state)
+    lowered = stepper(tx, MESH, state, out=RANKS).lower(first(gradients(1)), state)
     hlo = lowered.as_text("hlo")
     sums = [line for line in hlo.splitlines() if " all-reduce(" in line]
     # A leaf's rows and columns: its last dimension has the columns; a vector has one row.
@@ -252,9 +249,9 @@ def test_shards_inside_and_whole_leaves_outside_begin_alike(cut):
     tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment(), dimensions=cut)
     outside = tx.init(zeros())
     specs = cgx_jax.state_specs(outside, "data")
-    inside = jax.jit(
-        jax.shard_map(tx.init, mesh=mesh(), in_specs=(specs_of(cut),), out_specs=specs)
-    )(zeros())
+    inside = jax.jit(jax.shard_map(tx.init, mesh=MESH, in_specs=(specs_of(cut),), out_specs=specs))(
+        zeros()
+    )
     assert jax.tree.map(jnp.shape, inside) == jax.tree.map(jnp.shape, outside)
     assert inside.memory[0]["kernel"].sharding.spec == P("data")
     assert outside.memory[0]["kernel"].shape == (WORLD, 24, 60)
@@ -286,10 +283,10 @@ def test_momentum_on_shards_is_momentum_on_the_whole():
         return optax.apply_updates(p, updates), s
 
     f = jax.shard_map(
-        of_rank, mesh=mesh(), in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs)
+        of_rank, mesh=MESH, in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs)
     )
     shards = jax.tree.map(
-        lambda x: jax.device_put(x, NamedSharding(mesh(), place(x))), (state, params)
+        lambda x: jax.device_put(x, NamedSharding(MESH, place(x))), (state, params)
     )
     step = jax.jit(f)
     for t in range(3):
@@ -344,7 +341,7 @@ def test_dimensions_that_do_not_fit_are_refused(dimensions, error, message):
 def test_a_tree_without_leaves_comes_back():
     tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment())
     state = tx.init({})
-    assert stepper(tx, mesh(), state)({}, state)[1].step == 1
+    assert stepper(tx, MESH, state)({}, state)[1].step == 1
 
 
 def test_a_wrapper_that_skips_on_one_rank_is_refused():

@@ -15,14 +15,11 @@ from worlds import normal, ranks
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
 WORLD = 3
-
-
-def mesh():
-    return ranks(WORLD)
+MESH = ranks(WORLD)
 
 
 def sync(policy, **options):
-    return cgx_jax.sync_gradients("data", policy, mesh=mesh(), exchange="xla", **options)
+    return cgx_jax.sync_gradients("data", policy, mesh=MESH, exchange="xla", **options)
 
 
 def bare(compressor):
@@ -32,7 +29,7 @@ def bare(compressor):
 def test_each_step_goes_by_its_stage():
     grads = {"w": normal(5, WORLD, 30, 50)}
     policy = Stages((Identity(), bare(TopK(10)), bare(Quantize(8))), (1, 3))
-    results, states = optax_steps.run(sync(policy, memory=ErrorFeedback()), mesh(), grads)
+    results, states = optax_steps.run(sync(policy, memory=ErrorFeedback()), MESH, grads)
     sent = [np.count_nonzero(r["w"]) for r in results]
     assert sent[0] == 1500
     assert all(0 < n <= 30 for n in sent[1:3])
@@ -44,9 +41,9 @@ def test_each_step_goes_by_its_stage():
 
 def test_a_stage_is_the_policy_alone():
     grads = {"w": normal(4, WORLD, 30, 50)}
-    staged, states = optax_steps.run(sync(Stages((Identity(), PowerSGD(2)), (2,))), mesh(), grads)
+    staged, states = optax_steps.run(sync(Stages((Identity(), PowerSGD(2)), (2,))), MESH, grads)
     low_rank = states[-1].codes.shared["w"][1]
-    alone, after = optax_steps.run(sync(PowerSGD(2)), mesh(), {"w": grads["w"][2:]})
+    alone, after = optax_steps.run(sync(PowerSGD(2)), MESH, {"w": grads["w"][2:]})
     for x, y in zip(staged[2:], alone, strict=True):
         np.testing.assert_allclose(x["w"], y["w"], atol=1e-6)
     np.testing.assert_allclose(low_rank, after[-1].codes.shared["w"], atol=1e-5)

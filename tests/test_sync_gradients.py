@@ -116,19 +116,6 @@ def test_decay_forgets():
     np.testing.assert_allclose(got["w"][0], half, atol=np.abs(half).max() / 50)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_step_with_a_non_finite_mean_leaves_the_memory_as_it_was(bad):
-    grads = gradients(3, 3)
-    grads["w"][1, 2, 3, 4] = bad
-    tx = with_memory(Quantize(2), 3, MomentumCorrection())
-    _, before = run(tx, jax.tree.map(lambda x: x[:1], grads), 3)
-    skipped, after = run(tx, jax.tree.map(lambda x: x[1:2], grads), 3, state=before)
-    assert np.isnan(skipped["w"]).any()
-    assert np.isfinite(skipped["v"]).all()
-    jax.tree.map(np.testing.assert_array_equal, before.memory, after.memory)
-    assert int(after.step) == 2
-
-
 def test_momentum_correction_is_exact_momentum_where_nothing_is_lost():
     grads = gradients(4, 6)
     tx = cgx_jax.sync_gradients("data", Identity(), memory=MomentumCorrection(0.9), mesh=ranks(4))
@@ -157,18 +144,6 @@ def test_masked_reduces_each_half_its_own_way():
     np.testing.assert_allclose(got["v"], grads["v"].mean(1), rtol=1e-6)
     alone, _ = run(with_memory(Quantize(2), 2), {"w": grads["w"]}, 2)
     np.testing.assert_array_equal(got["w"], alone["w"])
-
-
-def test_apply_if_finite_after_it_skips_the_same_step_on_every_rank():
-    grads = gradients(4, 3)
-    grads["w"][1, 2, 0, 0] = np.nan
-    tx = optax.chain(with_memory(Quantize(2), 4), optax.apply_if_finite(optax.sgd(1.0), 5))
-    got, state = run(tx, grads, 4)
-    assert int(state[1].total_notfinite) == 1
-    assert not got["w"][1].any()
-    without = jax.tree.map(lambda x: np.delete(x, 1, 0), grads)
-    expected, _ = run(with_memory(Quantize(2), 4), without, 4)
-    np.testing.assert_array_equal(got["w"][[0, 2]], -expected["w"])
 
 
 @pytest.mark.slow

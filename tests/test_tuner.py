@@ -24,6 +24,7 @@ from processes import check_ranks
 from profiles import with_crossing
 from tuning_steps import (
     LIKE,
+    MESH,
     PSUM,
     SPLIT,
     TRIAL_STEPS,
@@ -32,7 +33,6 @@ from tuning_steps import (
     Training,
     costs_of,
     grads,
-    mesh,
     steps_of,
     tuner,
 )
@@ -144,7 +144,7 @@ def test_what_is_reduced_is_what_the_setting_says(monkeypatch):
 
     def mean(t, **options):
         f = lambda own: cgx_jax.pmean_compressed(own, "data", **options)  # noqa: E731
-        return jax.tree.map(lambda x: -np.asarray(x), on_ranks(f, mesh(), out=P())(grads(t)))
+        return jax.tree.map(lambda x: -np.asarray(x), on_ranks(f, MESH, out=P())(grads(t)))
 
     training.run(TRIAL_STEPS)
     exact = training.run(1)
@@ -370,7 +370,7 @@ def test_a_tuner_without_its_jit_is_refused():
 def test_a_step_that_is_jitted_already_or_asks_nothing_is_refused():
     training = Training(tuner())
     inner = tuner()
-    training.tx = cgx_jax.sync_gradients("data", Quantize(4), exchange=inner, mesh=mesh())
+    training.tx = cgx_jax.sync_gradients("data", Quantize(4), exchange=inner, mesh=MESH)
     training.state = training.tx.init(LIKE)
     step = inner.jit(jax.jit(training.sharded()))
     with pytest.raises(ValueError, match=r"already jitted.*Pass tuner.jit the function without"):
@@ -391,7 +391,7 @@ def test_a_step_that_is_jitted_outside_or_keeps_a_part_is_refused():
 
     part = jax.jit(total)
     whole = jax.shard_map(
-        lambda x: (total(x), part(x)), mesh=mesh(), in_specs=P("data"), out_specs=P()
+        lambda x: (total(x), part(x)), mesh=MESH, in_specs=P("data"), out_specs=P()
     )
     with pytest.raises(ValueError, match="or so is a part of it that calls sync_gradients"):
         own.jit(whole)(jnp.ones(3000))
@@ -406,7 +406,7 @@ def test_a_plain_reduction_follows_the_tuner():
         own = jax.tree.map(lambda x: x[0], g)
         return cgx_jax.pmean_compressed(own, "data", Quantize(4), exchange=choose)
 
-    step = choose.jit(jax.shard_map(step, mesh=mesh(), in_specs=P("data"), out_specs=P()))
+    step = choose.jit(jax.shard_map(step, mesh=MESH, in_specs=P("data"), out_specs=P()))
     for t in range(TRIAL_STEPS + 1):
         out = step(grads(t))
         if choose.current == PSUM:
@@ -419,7 +419,7 @@ def test_a_plain_reduction_follows_the_tuner():
         jax.eval_shape(
             jax.shard_map(
                 lambda x: cgx_jax.psum_scatter_compressed(x, "data", exchange=tuner()),
-                mesh=mesh(),
+                mesh=MESH,
                 in_specs=P(),
                 out_specs=P("data"),
                 check_vma=False,
@@ -433,7 +433,7 @@ def test_what_the_tuner_chooses_is_not_named_beside_it():
         with pytest.raises(
             ValueError, match=r"the tuner chooses these; leave .*Tuner\(reductions=\[...\]"
         ):
-            cgx_jax.sync_gradients("data", Quantize(4), exchange=tuner(), mesh=mesh(), **option)
+            cgx_jax.sync_gradients("data", Quantize(4), exchange=tuner(), mesh=MESH, **option)
 
 
 def test_memories_survive_changes_of_the_setting(monkeypatch):

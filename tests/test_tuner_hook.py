@@ -21,13 +21,10 @@ from tuning_steps import steps_take
 from worlds import ranks
 
 WORLD = 2
+MESH = ranks(WORLD)
 CODE = Quantize(4)
 # Two leaves of 256 KiB: one buffer, or one each.
 LIKE = {"a": np.zeros((256, 256), np.float32), "b": np.zeros((256, 256), np.float32)}
-
-
-def mesh():
-    return ranks(WORLD)
 
 
 def batch(seed):
@@ -42,7 +39,7 @@ def gradient(compressor, **options):
         return (jnp.vdot(p["a"], x[0]) + jnp.vdot(p["b"], x[0] ** 2)) / WORLD
 
     return jax.shard_map(
-        jax.grad(loss), mesh=mesh(), in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        jax.grad(loss), mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
     )
 
 

@@ -18,17 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import ErrorFeedback, Quantize
-from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, params_and_batch, vag
+from plain_jit_case import auto_mesh, check_close, loss_fn, params_and_batch, vag
 from worlds import drawn
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 Q8 = Quantize(8)
-
-
-@pytest.fixture(scope="module")
-def case():
-    return exact_case()
 
 
 @pytest.mark.parametrize("jit", [True, False])

@@ -17,7 +17,7 @@ from hlo import collectives
 from plain_jit_case import auto_mesh
 from worlds import drawn
 
-pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized", "standard_promotion")]
 
 LAYERS, WIDTH, HIDDEN, WORDS, ROWS = 4, 64, 128, 32, 16
 MESHES = {"data": ((4,), ("data",)), "data and model": ((4, 2), ("data", "model"))}
@@ -29,12 +29,6 @@ SPECS = {
     "bias": P(),
     "head": P("data"),
 }
-
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def mesh_of(name):

@@ -14,14 +14,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, vag
+from plain_jit_case import auto_mesh, check_close, loss_fn, vag
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
-
-
-@pytest.fixture(scope="module")
-def case():
-    return exact_case()
 
 
 def of_jax(f, *given, **options):

@@ -12,14 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment
-from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, vag
+from plain_jit_case import auto_mesh, check_close, loss_fn, vag
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
-
-
-@pytest.fixture(scope="module")
-def case():
-    return exact_case()
 
 
 @pytest.mark.parametrize(

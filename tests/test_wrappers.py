@@ -17,20 +17,11 @@ from cgx_jax import ErrorFeedback, Quantize, SecondMoment
 from cgx_jax.transforms import MomentumCorrection, diloco
 from worlds import ranks
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
+pytestmark = pytest.mark.usefixtures("unoptimized", "standard_promotion")
 
 WORLD = 4
+MESH = ranks(WORLD)
 LIKE = {"w": jnp.ones((40, 64)), "bias": jnp.ones(3)}
-
-
-@pytest.fixture(autouse=True)
-def _promotion_as_optax_needs_it():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-def mesh():
-    return ranks(WORLD)
 
 
 def gradients(steps, seed=0):
@@ -42,7 +33,7 @@ def gradients(steps, seed=0):
 @functools.cache
 def sync(policy=None, **options):
     policy = Quantize(4) if policy is None else policy
-    return cgx_jax.sync_gradients("data", policy, mesh=mesh(), exchange="xla", **options)
+    return cgx_jax.sync_gradients("data", policy, mesh=MESH, exchange="xla", **options)
 
 
 KEPT = {
@@ -89,7 +80,7 @@ def test_apply_if_finite_around_it_is_refused_before_a_rank_can_wait_forever(kep
     zero = jnp.zeros((), jnp.int32)
     state = optax.ApplyIfFiniteState(zero, jnp.array(True), zero, inner.init(LIKE))
     with pytest.raises(ValueError, match=message):
-        optax_steps.run(tx, mesh(), gradients(1), state)
+        optax_steps.run(tx, MESH, gradients(1), state)
     step = jax.pmap(lambda g: tx.update(g, state), "data", devices=jax.devices()[:WORLD])
     with pytest.raises(ValueError, match=message):
         step(jax.tree.map(lambda g: g[0], gradients(1)))
@@ -100,7 +91,7 @@ def test_multi_steps_around_it_is_refused_where_types_cannot_say_what_it_accumul
     tx = optax.MultiSteps(optax.chain(sync(**KEPT[kept]), optax.sgd(0.1)), 2)
     message = "sync_gradients: optax.MultiSteps around it accumulates .* Put it after"
     with pytest.raises(ValueError, match=message):
-        optax_steps.run(tx, mesh(), gradients(1))
+        optax_steps.run(tx, MESH, gradients(1))
 
 
 SKIPS = {
@@ -127,7 +118,7 @@ def test_apply_if_finite_after_it_skips_what_one_rank_spoiled_on_all(kept):
     grads = gradients(4)
     grads["w"][2, 1, 0, 0] = np.inf
     tx = optax.chain(sync(**KEPT[kept]), optax.apply_if_finite(optax.adam(0.1), 5))
-    results, states = optax_steps.run(tx, mesh(), grads)
+    results, states = optax_steps.run(tx, MESH, grads)
     assert not any(x.any() for x in jax.tree.leaves(results[2]))
     for state in states[1:]:
         check_same_on_all_ranks(state)
@@ -138,16 +129,16 @@ def test_apply_if_finite_after_it_skips_what_one_rank_spoiled_on_all(kept):
     assert int(after[0].skipped) == keeps  # without kept state nothing is checked
     equal(before[0]._replace(step=3, skipped=after[0].skipped), after[0]._replace(step=3))
     without = jax.tree.map(lambda x: np.delete(x, 2, 0), grads)
-    expected, _ = optax_steps.run(tx, mesh(), without)
+    expected, _ = optax_steps.run(tx, MESH, without)
     equal([results[i] for i in (0, 1, 3)], expected)
 
 
 @every_kind
 def test_multi_steps_after_it_accumulates_the_same_means_on_every_rank(kept):
     grads, k = gradients(4), 2
-    alone, _ = optax_steps.run(sync(**KEPT[kept]), mesh(), grads)
+    alone, _ = optax_steps.run(sync(**KEPT[kept]), MESH, grads)
     after = optax.MultiSteps(optax.sgd(1.0), k).gradient_transformation()
-    results, states = optax_steps.run(optax.chain(sync(**KEPT[kept]), after), mesh(), grads)
+    results, states = optax_steps.run(optax.chain(sync(**KEPT[kept]), after), MESH, grads)
     for state in states[1:]:
         check_same_on_all_ranks(state)
     for t in range(4):
@@ -174,7 +165,7 @@ def test_an_adaptive_policy_measures_on_through_wrappers_after_it(wrapper):
         "MultiSteps": lambda: optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
     }[wrapper]()
     tx = optax.chain(sync(policy, memory=ErrorFeedback(), precondition=SecondMoment()), inner)
-    _, states = optax_steps.run(tx, mesh(), grads, compiler=policy.jit)
+    _, states = optax_steps.run(tx, MESH, grads, compiler=policy.jit)
     for state in states[1:]:
         check_same_on_all_ranks(state)
     equal(states[3][0].memory, states[4][0].memory)
@@ -198,7 +189,7 @@ def accumulating_in_scan(tx, specs):
         return optax.apply_updates(params, updates), state
 
     in_specs = (P(), specs, P("data"))
-    return jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=in_specs, out_specs=(P(), specs)))
+    return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=in_specs, out_specs=(P(), specs)))
 
 
 def accumulating_over_calls(tx, specs, k):
@@ -218,7 +209,7 @@ def accumulating_over_calls(tx, specs, k):
 
     split = (P(), specs, P("data"))
     in_specs = (*split, P(), P("data"))
-    return jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=in_specs, out_specs=split))
+    return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=in_specs, out_specs=split))
 
 
 @pytest.mark.slow
@@ -255,8 +246,8 @@ def test_it_takes_extra_arguments_and_the_chain_after_it_gets_them():
         return chained.update(updates, state, params, value=jnp.float32(1.0))
 
     step = optax.GradientTransformationExtraArgs(chained.init, update)
-    results, states = optax_steps.run(step, mesh(), grads)
-    alone, _ = optax_steps.run(tx, mesh(), grads)
+    results, states = optax_steps.run(step, MESH, grads)
+    alone, _ = optax_steps.run(tx, MESH, grads)
     equal(results[0], alone[0])
     assert float(states[-1][1].scale) == 0.5
     np.testing.assert_allclose(results[1]["w"], 0.5 * alone[1]["w"], rtol=1e-6)
@@ -284,8 +275,8 @@ def test_injected_learning_rates_and_seeds_are_those_that_were_given():
         ),
     ]
     for injected, plain in pairs:
-        got, _ = optax_steps.run(injected, mesh(), grads)
-        want, _ = optax_steps.run(plain, mesh(), grads)
+        got, _ = optax_steps.run(injected, MESH, grads)
+        want, _ = optax_steps.run(plain, MESH, grads)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -294,7 +285,7 @@ def test_injected_learning_rates_and_seeds_are_those_that_were_given():
     ("make", "message"),
     [
         (
-            lambda: optax.inject_hyperparams(cgx_jax.sync_gradients)("data", mesh=mesh()),
+            lambda: optax.inject_hyperparams(cgx_jax.sync_gradients)("data", mesh=MESH),
             "sync_gradients: mesh=.* is not a jax.sharding.Mesh.* inject the optimizer after it",
         ),
         (
@@ -328,7 +319,7 @@ OTHER_TYPES = {
 @pytest.mark.parametrize("call", ["sync_gradients", "diloco", "value_and_grad"])
 def test_options_of_other_types_are_refused(call, option):
     value, message = OTHER_TYPES[option]
-    given = {"mesh": mesh(), option: value}
+    given = {"mesh": MESH, option: value}
     calls = {
         "sync_gradients": lambda: cgx_jax.sync_gradients("data", **given),
         "diloco": lambda: diloco(optax.sgd(0.1), "data", every=2, **given).init(LIKE),
@@ -357,7 +348,7 @@ def test_a_memory_that_was_copied_to_every_rank_is_refused():
 
     for check_vma in (True, False):
         whole = jax.shard_map(
-            step, mesh=mesh(), in_specs=(P("data"), P()), out_specs=P(), check_vma=check_vma
+            step, mesh=MESH, in_specs=(P("data"), P()), out_specs=P(), check_vma=check_vma
         )
         with pytest.raises(ValueError, match="Inside shard_map, split the state"):
             jax.eval_shape(whole, grads, state)

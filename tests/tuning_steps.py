@@ -18,12 +18,9 @@ from cgx_jax.tuning.setting import Offered
 from worlds import RANKS, first, ranks, with_state
 
 WORLD = 2
+MESH = ranks(WORLD)
 PSUM, SPLIT, WHOLE = Setting(), Setting(Xla()), Setting(Xla(), GatherSum())
 LIKE = {"w": jnp.zeros((64, 64)), "v": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
-
-
-def mesh():
-    return ranks(WORLD)
 
 
 def grads(seed=0):
@@ -44,7 +41,7 @@ class Training:
         self.tuner, self.costs, self.now, self.steps = tuner, costs, 0.0, 0
         if policy is None:
             policy = Quantize(4)
-        sync = cgx_jax.sync_gradients("data", policy, exchange=tuner, mesh=mesh(), **options)
+        sync = cgx_jax.sync_gradients("data", policy, exchange=tuner, mesh=MESH, **options)
         self.tx = optax.chain(sync, optax.sgd(1.0))
         self.state = self.tx.init(LIKE)
         self.step = tuner.jit(self.sharded(), donate_argnums=1)
@@ -57,7 +54,7 @@ class Training:
         return self.costs(self.tuner.current, self.steps)
 
     def sharded(self):
-        return with_state(lambda g, s: self.tx.update(first(g), s), mesh(), self.state, RANKS)
+        return with_state(lambda g, s: self.tx.update(first(g), s), MESH, self.state, RANKS)
 
     def run(self, steps):
         for t in range(steps):

@@ -133,12 +133,8 @@ class _Stack:
         return out
 
 
-def _at(tree: Pytree, layer: int) -> Pytree:
-    return jax.tree.map(lambda leaf: leaf[layer], tree)
-
-
-def _between(tree: Pytree, first: int, last: int) -> Pytree:
-    return jax.tree.map(lambda leaf: leaf[first:last], tree)
+def _at(tree: Pytree, layers: int | slice) -> Pytree:
+    return jax.tree.map(lambda leaf: leaf[layers], tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -162,7 +158,7 @@ def _forward(
         return (stack.body(x, whole, closed, others), ahead), x
 
     first = stack.gather(_at(shards, 0), key, 0)
-    following = jnp.arange(1, stack.count, dtype=jnp.int32), _between(shards, 1, stack.count)
+    following = jnp.arange(1, stack.count, dtype=jnp.int32), _at(shards, slice(1, stack.count))
     (x, whole), inputs = lax.scan(layer, (x, first), following)
     return stack.body(x, whole, closed, others), (inputs, x, shards, closed, fixed)
 
@@ -192,8 +188,8 @@ def _backward(
     cotangent, gradient, total = stack.back(x, whole, closed, others, cotangent)
     before = (
         jnp.arange(1, last, dtype=jnp.int32),
-        _between(shards, 0, last - 1),
-        _between(inputs, 1, last),
+        _at(shards, slice(0, last - 1)),
+        _at(inputs, slice(1, last)),
     )
     (cotangent, whole, gradient, total), later = lax.scan(
         layer, (cotangent, ahead, gradient, total), before, reverse=True

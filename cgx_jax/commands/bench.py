@@ -164,19 +164,18 @@ def figures(world: int, nbytes: int, psum: np.ndarray, mine: np.ndarray) -> Json
 
 def print_rows(rows: Sequence[Json], *, header: bool) -> None:
     """Prints one line per method."""
-    cells = []
-    for row in rows:
-        cells.append(
-            (
-                f"{row['bytes']:,}",
-                row["method"],
-                f"{row['bits']}",
-                f"{row['seconds'][1] * 1e3:.3f}",
-                f"{row['algbw_gbit']:.2f}",
-                f"{row['busbw_gbit']:.2f}",
-                "",
-                spread(row["ratio"]),
-                f"{row['wrong']}",
-            )
+    cells = [
+        (
+            f"{row['bytes']:,}",
+            row["method"],
+            f"{row['bits']}",
+            f"{row['seconds'][1] * 1e3:.3f}",
+            f"{row['algbw_gbit']:.2f}",
+            f"{row['busbw_gbit']:.2f}",
+            "",
+            spread(row["ratio"]),
+            f"{row['wrong']}",
         )
+        for row in rows
+    ]
     print(*table_lines(_COLUMNS, cells, head=header), sep="\n", flush=True)

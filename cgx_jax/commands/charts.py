@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def draw_bench(rows: Sequence[Json], world: int, path: Path) -> None:
     series = _series(rows)
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     times, speeds = figure.subplots(1, 2)
-    for (name, mine), color in zip(series.items(), _colors(len(series)), strict=True):
+    colors = itertools.chain([PSUM_COLOR], itertools.cycle(COLORS))
+    for (name, mine), color in zip(series.items(), colors, strict=False):
         style = "-" if name == "psum" else "--"
         seconds = np.array([row["seconds"] for row in mine]) * 1e3
         times.fill_between(sizes, seconds[:, 0], seconds[:, 2], color=color, alpha=0.2, lw=0)
@@ -93,7 +95,3 @@ def _series(rows: Sequence[Json]) -> dict[str, list[Json]]:
         name = "psum" if row["method"] == "psum" else f"{row['method']}, {row['bits']} bits"
         series.setdefault(name, []).append(row)
     return series
-
-
-def _colors(count: int) -> list[str]:
-    return [PSUM_COLOR, *(COLORS[i % len(COLORS)] for i in range(count - 1))]

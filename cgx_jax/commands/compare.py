@@ -234,11 +234,8 @@ def built(build: Callable[..., Any], trial: Trial) -> Built:
             "cgx_jax.sync_gradients stands in the optimizer's chain."
         )
     # Copy the state: a step may donate it, and the user's module may still hold a reference to it.
-    return Built(step, jax.tree.map(_copied, state), batches)
-
-
-def _copied(x: Any) -> Any:
-    return x.copy() if isinstance(x, jax.Array) else x
+    own = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, state)
+    return Built(step, own, batches)
 
 
 def _shown(value: object) -> str:
@@ -276,17 +273,16 @@ def _same(a: Any, b: Any) -> bool:
 
 def print_rows(rows: Sequence[Json], *, head: bool = True) -> None:
     """Prints one line per method."""
-    cells = []
-    for row in rows:
-        cells.append(
-            (
-                row["method"],
-                spread([1e3 * s for s in row["seconds"]]),
-                spread(row["ratio"]),
-                size_text(row["sent_bytes"]),
-                "" if row["error"] is None else f"{row['error']:.4f}",
-            )
+    cells = [
+        (
+            row["method"],
+            spread([1e3 * s for s in row["seconds"]]),
+            spread(row["ratio"]),
+            size_text(row["sent_bytes"]),
+            "" if row["error"] is None else f"{row['error']:.4f}",
         )
+        for row in rows
+    ]
     print(*table_lines(_COLUMNS, cells, head=head), sep="\n", flush=True)
 
 

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from cgx_jax._types import Key, Shaped
 from cgx_jax.arguments import store_whole
 from cgx_jax.compressors.base import PayloadCompressor
-from cgx_jax.kernels.reference import random_bits
+from cgx_jax.kernels import reference
 
 BUCKET = 512
 TINY = np.float32(np.finfo(np.float32).tiny)
@@ -139,8 +139,7 @@ def noise(key: Key, rows: int, columns: int) -> jax.Array:
 
 def uniform(words: jax.Array, rows: int, columns: int) -> jax.Array:
     """Draws `noise` from words, with the generator of the native kernels."""
-    bits = random_bits(words, 0, 0, rows, columns)
-    return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
+    return reference.uniform(words, 0, 0, rows, columns)
 
 
 def rounded(bound: jax.Array, x: ArrayLike) -> jax.Array:

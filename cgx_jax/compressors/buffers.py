@@ -49,11 +49,6 @@ def _codes(leaves: Sequence[CodedLeaf]) -> list[PayloadCompressor]:
     return [cast(PayloadCompressor, leaf.compressor) for leaf in leaves]
 
 
-def leaf_key(leaf: CodedLeaf, seed: Words) -> jax.Array | None:
-    """Returns the key of one leaf of a buffer, or None if its compressor needs none."""
-    return leaf_keys([leaf], seed)[0]
-
-
 def leaf_keys(leaves: Sequence[CodedLeaf], seed: Words) -> jax.Array | list[None]:
     """Returns the keys of a buffer's leaves, or None for each if no compressor needs any."""
     if not any(leaf.compressor.needs_key for leaf in leaves):

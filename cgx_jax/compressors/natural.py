@@ -21,7 +21,6 @@ from cgx_jax.kernels.reference import random_bits
 LOWEST = -94  # the exponent of code 1
 LARGEST = 126  # the last code that is a power of two
 _BEFORE = 127 + LOWEST - 1  # the biased exponent of what would be code 0
-_MANTISSA = np.uint32(0x7FFFFF)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir
 
 from cgx_jax import _compat
 from cgx_jax.kernels import native, primitives
@@ -105,11 +104,9 @@ _after_p = _compat.identity("cgx_after_report")
 batching.primitive_batchers[_after_p] = lambda args, dims: (_after_p.bind(*args), dims[0])
 ad.primitive_jvps[_after_p] = lambda primals, tangents: (_after_p.bind(*primals), tangents[0])
 
-report_p = Primitive("cgx_report")
-report_p.multiple_results = True
-report_p.def_impl(functools.partial(xla.apply_primitive, report_p))
-report_p.def_abstract_eval(
-    lambda steps, ranks, table, *, text: [_compat.result_aval((), jnp.dtype(jnp.int32), table)]
+report_p = _compat.operation(
+    "cgx_report",
+    lambda steps, ranks, table, *, text: [_compat.result_aval((), jnp.dtype(jnp.int32), table)],
 )
 batching.primitive_batchers[report_p] = _batch
 mlir.register_lowering(report_p, mlir.lower_fun(_call_back, multiple_results=True))

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, xla
+from jax.interpreters import batching
 
 from cgx_jax import _compat
+from cgx_jax.axes import in_groups
 from cgx_jax.exchanges.base import Call
 from cgx_jax.kernels.wire import Layout, Slot
 
@@ -37,12 +38,7 @@ def positions(axes: tuple[str, ...], groups: Groups) -> tuple[tuple[int, ...], .
     mesh = jax.sharding.get_abstract_mesh()
     names = list(mesh.axis_names)
     grid = np.arange(mesh.size).reshape([mesh.shape[n] for n in names])
-    own = [names.index(a) for a in axes]
-    rows = np.moveaxis(grid, own, range(-len(own), 0)).reshape(
-        -1, np.prod([mesh.shape[a] for a in axes])
-    )
-    if groups is not None:
-        rows = np.concatenate([rows[:, list(g)] for g in groups])
+    rows = in_groups(grid, [names.index(a) for a in axes], groups)
     return tuple(tuple(int(i) for i in row) for row in rows)
 
 
@@ -151,21 +147,19 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
         results = (result(x, f, bound) for x, f in zip(leaves, slots, strict=True))
         return [*results, *(leaves if bound.call.residual else ())]
 
-    return _primitive(name, shapes)
+    return operation(name, shapes)
 
 
 def starting(name: str) -> Primitive:
     """Makes a primitive that starts a fused call, and returns its ticket."""
-    return _primitive(
+    return operation(
         name, lambda keys, *operands, bound: [_compat.result_aval((2,), np.dtype(np.uint32), keys)]
     )
 
 
-def _primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
-    p = Primitive(name)
-    p.multiple_results = True
-    p.def_abstract_eval(shapes)
-    p.def_impl(functools.partial(xla.apply_primitive, p))
+def operation(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
+    """Makes a primitive whose batches are calls of one element each."""
+    p = _compat.operation(name, shapes)
     batching.primitive_batchers[p] = batch_rule(p)
     return p
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import enum
-import math
 import re
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 from cgx_jax import _compat
-from cgx_jax.axes import Axes
+from cgx_jax.axes import Axes, in_groups
 
 # Kinds of GPUs that have no NVLink, or only as a bridge between two.
 _ON_PCIE = re.compile(
@@ -90,13 +89,7 @@ def _lines(axes: Axes) -> np.ndarray | None:
     mesh = _compat.concrete_mesh()
     if mesh is None or not set(axes.names) <= set(mesh.axis_names):
         return None
-    own = [mesh.axis_names.index(name) for name in axes.names]
-    last = range(-len(own), 0)
-    size = math.prod(mesh.devices.shape[i] for i in own)
-    lines: np.ndarray = np.moveaxis(mesh.devices, own, last).reshape(-1, size)
-    if axes.groups is not None:
-        lines = np.concatenate([lines[:, list(group)] for group in axes.groups])
-    return lines
+    return in_groups(mesh.devices, [mesh.axis_names.index(n) for n in axes.names], axes.groups)
 
 
 def _node(device: Any) -> Any:

@@ -150,18 +150,13 @@ def settings() -> dict[str, float] | None:
 
 
 def _missing() -> str | None:
-    """Returns what this process lacks, or None. Imports mpi4py."""
+    """Returns what this process or its MPI world lacks, or None. Imports mpi4py."""
     if native.module() is None:
         return f"there is no native module; {native.CPU_REMEDY}"
     try:
-        from mpi4py import MPI
+        from mpi4py import MPI as mpi
     except (ImportError, RuntimeError) as error:
         return f"mpi4py cannot be imported ({error}); {_INSTALL}"
-    return _refusal_of_world(MPI)
-
-
-def _refusal_of_world(mpi: Any) -> str | None:
-    """Returns what is wrong with this process's MPI world, or None."""
     if not mpi.Is_initialized() or mpi.Is_finalized():
         return "MPI is not initialized; import mpi4py.MPI first, with mpi4py.rc.initialize = True"
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:

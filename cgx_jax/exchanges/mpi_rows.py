@@ -6,7 +6,6 @@ They run on the engine of the fused all-reduce, with its settings, timeouts and 
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import mlir
 
 from cgx_jax import _compat
 from cgx_jax.exchanges import fused, program
@@ -114,15 +113,7 @@ def _lowering(target: str) -> Callable[..., Any]:
 
 
 def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
-    p = Primitive(target)
-    p.multiple_results = True
-
-    def shapes(position: Any, x: jax.Array, **params: Any) -> Sequence[Any]:
-        return [result(x, **params)]
-
-    p.def_abstract_eval(shapes)
-    p.def_impl(functools.partial(xla.apply_primitive, p))
-    batching.primitive_batchers[p] = fused.batch_rule(p)
+    p = fused.operation(target, lambda position, x, **params: [result(x, **params)])
     # Not cacheable: every call needs a channel of its own.
     mlir.register_lowering(p, _lowering(target), platform="cpu", cacheable=False)
     return p

@@ -19,10 +19,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
-from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.exchanges import fused, xla
-from cgx_jax.exchanges.base import Call, Exchange, Fused
+from cgx_jax.exchanges.base import Call, Fused
 from cgx_jax.kernels import native, primitives, scaling
 from cgx_jax.kernels.constants import ALIGNMENT, LONGEST_IN_UNITS, MOST_STREAMS
 from cgx_jax.kernels.primitives import Sent
@@ -34,7 +33,7 @@ SEGMENT_BYTES = 8 << 20
 XLA_BLOCKS = 32  # multiprocessors that messages on XLA's communicator take, at most
 
 
-class OnCommunicator(Exchange):
+class OnCommunicator(xla.OverXla):
     """What exchanges on XLA's NCCL communicator share.
 
     All that has no fused call goes by XLA's collectives, which are NCCL's.
@@ -55,17 +54,6 @@ class OnCommunicator(Exchange):
     def _lacking(self) -> str | None:
         """Returns what else this exchange lacks here, with the remedy, or None."""
         return None
-
-    def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
-        return xla.scatter(rows, axes)
-
-    def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
-        return xla.gather(row, axes)
-
-    def permute(
-        self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
-    ) -> jax.Array:
-        return xla.permute(row, axes, pairs)
 
     def fused(self, call: Call, sent: Sent) -> Fused:
         leaves, units = sent.leaves, sent.units

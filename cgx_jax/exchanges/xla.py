@@ -33,8 +33,23 @@ _GPU = {
 }
 
 
+class OverXla(Exchange):
+    """An exchange whose rows of bytes go by XLA's own collectives."""
+
+    def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
+        return scatter(rows, axes)
+
+    def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
+        return gather(row, axes)
+
+    def permute(
+        self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
+    ) -> jax.Array:
+        return permute(row, axes, pairs)
+
+
 @dataclasses.dataclass(frozen=True)
-class Xla(Exchange):
+class Xla(OverXla):
     """XLA's own collectives: on every platform, and for every code.
 
     Payloads travel as u8 by all_to_all, all_gather and collective_permute.
@@ -60,17 +75,6 @@ class Xla(Exchange):
             # take longer than the link would save. Nobody has measured links between GPUs.
             return Least(_GPU[link], 1.0)
         return None  # encoding in plain jnp never pays
-
-    def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
-        return scatter(rows, axes)
-
-    def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
-        return gather(row, axes)
-
-    def permute(
-        self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
-    ) -> jax.Array:
-        return permute(row, axes, pairs)
 
 
 def scatter(rows: jax.Array, axes: Axes) -> jax.Array:

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import batching, mlir
 
 from cgx_jax import _compat
 from cgx_jax.kernels import platforms
@@ -81,19 +80,13 @@ def _lowering(name: str, platform: platforms.Platform) -> Callable[..., Any]:
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    front = [
-        jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x[None], (size, *x.shape))
-        for x, d in zip(args, dims, strict=True)
-    ]
+    front = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True)]
     rows = front[0].shape[1]
     out = bind(code_p, *(x.reshape(size * rows, *x.shape[2:]) for x in front), **params)
     return [y.reshape(size, rows, *y.shape[1:]) for y in out], [0] * len(out)
 
 
-code_p = Primitive("cgx_code")
-code_p.multiple_results = True
-code_p.def_abstract_eval(_shapes)
-code_p.def_impl(functools.partial(xla.apply_primitive, code_p))
+code_p = _compat.operation("cgx_code", _shapes)
 batching.primitive_batchers[code_p] = _batch
 _plain = mlir.lower_fun(_jnp, multiple_results=True)
 platforms.register(code_p, _plain, _lowering)

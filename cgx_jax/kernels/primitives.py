@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike
 
 from cgx_jax import _compat
@@ -200,18 +200,14 @@ def _accumulate_shapes(
 # --- plain jnp: one buffer at a time, or a batch of buffers, with shapes restored at the end.
 
 
-def _all(one: Callable[..., list[Any]], batch: int, *operands: jax.Array) -> list[Any]:
-    """Returns one(*operands) for all elements of the batch at once."""
+def _all(
+    one: Callable[..., Any], batch: int, *operands: jax.Array, in_turn: bool = False
+) -> list[Any]:
+    """Returns one(*operands) for all elements of the batch, at once or one after the other."""
+    if batch > 1 and in_turn:
+        return list(lax.map(lambda xs: one(*xs), operands))
     if batch > 1:
-        return jax.vmap(one)(*operands)
-    return [y[None] for y in one(*(x[0] for x in operands))]
-
-
-def _each(one: Callable[..., list[Any]], batch: int, *operands: jax.Array) -> list[Any]:
-    """Returns one(*operands) for all elements of the batch, computed one after the other."""
-    if batch > 1:
-        out: list[jax.Array] = lax.map(lambda xs: one(*xs), operands)
-        return out
+        return list(jax.vmap(one)(*operands))
     return [y[None] for y in one(*(x[0] for x in operands))]
 
 
@@ -244,9 +240,8 @@ def reduce_jnp(
     (payload,) = flat(batch, [payload], layout.world, layout.chunk_bytes)
     # One after the other: under vmap, a cond runs both branches, so a rank would also compute parts
     # of which it owns nothing, and drop them.
-    out = _each(
-        one, batch, key.reshape(batch, 2), rank.reshape(batch), payload, *flat(batch, leaves)
-    )
+    operands = key.reshape(batch, 2), rank.reshape(batch), payload, *flat(batch, leaves)
+    out = _all(one, batch, *operands, in_turn=True)
     residuals = leaves[len(layout.slots) :]
     first = out[0].reshape(lead(batch, (layout.chunk_bytes,)))
     return [first, *(r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True))]
@@ -309,10 +304,7 @@ def _native_lowering(target: str) -> Callable[..., Any]:
 
 
 def _batch_rule(primitive: Primitive, size: int, args: Any, dims: Any, params: Any) -> Any:
-    front = [
-        jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x[None], (size, *x.shape))
-        for x, d in zip(args, dims, strict=True)
-    ]
+    front = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True)]
     old = params["batch"]
     if old != 1:
         front = [x.reshape(size * old, *x.shape[2:]) for x in front]
@@ -346,10 +338,7 @@ def define(
 
     `scaled` applies units around a call without units, for kernels that do not take them.
     """
-    p = Primitive(name)
-    p.multiple_results = True
-    p.def_abstract_eval(shapes)
-    p.def_impl(functools.partial(xla.apply_primitive, p))
+    p = _compat.operation(name, shapes)
     _SHAPES[p] = shapes
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:

@@ -103,12 +103,9 @@ def random_bits(
     return out
 
 
-def _noise(
-    key: jax.Array, f: Slot, first_bucket: int | jax.Array, buckets: int, width: int
-) -> jax.Array:
-    """Returns uniform numbers in [0, 1), of shape [buckets, width]."""
-    bits = random_bits(key, f.number, first_bucket, buckets, width)
-    return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
+def uniform(*place: Any) -> jax.Array:
+    """Returns uniform numbers in [0, 1) of 24 bits, from `random_bits` of the same arguments."""
+    return (random_bits(*place) >> 8).astype(jnp.float32) * np.float32(2**-24)
 
 
 def _hadamard(n: int) -> np.ndarray:
@@ -210,66 +207,6 @@ def _rounded_up(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((bits + _LOWER_HALF) & _UPPER_HALF, jnp.float32)
 
 
-def encode_buckets(
-    x: jax.Array,
-    f: Slot,
-    first_bucket: int | jax.Array,
-    key: jax.Array,
-    offset: int | jax.Array,
-    mask: jax.Array,
-) -> jax.Array:
-    """Encodes buckets of one length, f32[k, n], with masks u32[k], as records u8[k, length]."""
-    k, n = x.shape
-    padded = (record_bytes(n, f.bits) - META_BYTES) // f.bits * 8
-    levels = np.float32(2**f.bits - 1)
-    low, high = x.min(axis=1), x.max(axis=1)
-    low = jnp.where(low == 0, np.float32(0), low)  # XLA removes the sum that makes -0 a zero
-    if f.rotation and f.rounding == "nearest" and one_block(n):
-        limit = normal_limits(x, f.bits)
-        clipped = jnp.maximum(low, -limit), jnp.minimum(high, limit)
-        useful = clipped[0] < clipped[1]
-        low, high = jnp.where(useful, clipped[0], low), jnp.where(useful, clipped[1], high)
-    unit = divide(high - low, 2**f.bits - 1)
-    for _ in range(2):  # the topmost level may round past the largest float
-        unit = jnp.where(
-            low + _product(unit, levels) <= _MOST, unit, jnp.nextafter(unit, np.float32(0))
-        )
-    finite = jnp.isfinite(x).all(axis=1) & jnp.isfinite(high - low)
-    unit = jnp.where(finite & (unit >= _MIN_NORMAL), unit, 0)
-    rounded = _rounded_up(unit)
-    masked = (mask != 0) & finite & (low + _product(rounded, levels) <= _MOST)
-    unit = jnp.where(masked, rounded, unit)
-    spread = unit > 0
-    low = jnp.where(finite, low, np.float32(np.nan))
-    inverse = jnp.where(spread, 1 / jnp.where(spread, unit, 1), 0)
-    r: Any = np.float32(0.5)
-    if f.rounding != "nearest":
-        r = _noise(key, f, first_bucket, k, n)
-    if f.rounding == "correlated":
-        r = r + offset
-        r = jnp.where(r >= 1, r - 1, r)
-    # The maximum changes no value, but keeps XLA from rounding product and sum only once.
-    level = jnp.maximum((x - low[:, None]) * inverse[:, None], 0)
-    level = jnp.minimum(jnp.floor(level + r), levels)
-    codes = jnp.where(spread[:, None], level, 0).astype(jnp.uint8)
-    codes = jnp.pad(codes, ((0, 0), (0, padded - n)))
-    word = lax.bitcast_convert_type(unit, jnp.uint32) | jnp.where(masked, _MASKED | mask, _U32(0))
-    words = jnp.stack([lax.bitcast_convert_type(low, jnp.uint32), word], axis=1)
-    header = lax.bitcast_convert_type(words, jnp.uint8).reshape(k, META_BYTES)
-    return jnp.concatenate([header, _pack(codes, f.bits)], axis=1)
-
-
-def decode_buckets(records: jax.Array, n: int, f: Slot) -> tuple[jax.Array, jax.Array]:
-    """Decodes u8[k, record] to f32[k, n], still rotated if they were, and their masks u32[k]."""
-    words = lax.bitcast_convert_type(records[:, :META_BYTES].reshape(-1, 2, 4), jnp.uint32)
-    masked = words[:, 1:] >= _MASKED
-    unit_bits = jnp.where(masked, words[:, 1:] & _UPPER_HALF & ~_MASKED, words[:, 1:])
-    low, unit = (lax.bitcast_convert_type(x, jnp.float32) for x in (words[:, :1], unit_bits))
-    codes = unpack(records[:, META_BYTES:], f.bits)[:, :n].astype(jnp.float32)
-    low = jnp.where(jnp.isfinite(low) & jnp.isfinite(unit), low, np.float32(np.nan))
-    return low + _product(unit, codes), jnp.where(masked, words[:, 1:] & _LOWER_HALF, 0)[:, 0]
-
-
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """Some consecutive buckets of `n` values in a leaf, from bucket number `first` on.
@@ -327,12 +264,58 @@ class Buckets:
         return out
 
     def encode(
-        self, coded: jax.Array, mask: jax.Array, key: jax.Array, offset: int | jax.Array
+        self, x: jax.Array, mask: jax.Array, key: jax.Array, offset: int | jax.Array
     ) -> jax.Array:
-        return encode_buckets(coded, self.slot, self.first, key, offset, mask)
+        """Encodes coded values f32[k, width], with masks u32[k], as records u8[k, length]."""
+        f, (k, n) = self.slot, x.shape
+        padded = (record_bytes(n, f.bits) - META_BYTES) // f.bits * 8
+        levels = np.float32(2**f.bits - 1)
+        low, high = x.min(axis=1), x.max(axis=1)
+        low = jnp.where(low == 0, np.float32(0), low)  # XLA removes the sum that makes -0 a zero
+        if f.rotation and f.rounding == "nearest" and one_block(n):
+            limit = normal_limits(x, f.bits)
+            clipped = jnp.maximum(low, -limit), jnp.minimum(high, limit)
+            useful = clipped[0] < clipped[1]
+            low, high = jnp.where(useful, clipped[0], low), jnp.where(useful, clipped[1], high)
+        unit = divide(high - low, 2**f.bits - 1)
+        for _ in range(2):  # the topmost level may round past the largest float
+            unit = jnp.where(
+                low + _product(unit, levels) <= _MOST, unit, jnp.nextafter(unit, np.float32(0))
+            )
+        finite = jnp.isfinite(x).all(axis=1) & jnp.isfinite(high - low)
+        unit = jnp.where(finite & (unit >= _MIN_NORMAL), unit, 0)
+        rounded = _rounded_up(unit)
+        masked = (mask != 0) & finite & (low + _product(rounded, levels) <= _MOST)
+        unit = jnp.where(masked, rounded, unit)
+        spread = unit > 0
+        low = jnp.where(finite, low, np.float32(np.nan))
+        inverse = jnp.where(spread, 1 / jnp.where(spread, unit, 1), 0)
+        r: Any = np.float32(0.5)
+        if f.rounding != "nearest":
+            r = uniform(key, f.number, self.first, k, n)
+        if f.rounding == "correlated":
+            r = r + offset
+            r = jnp.where(r >= 1, r - 1, r)
+        # The maximum changes no value, but keeps XLA from rounding product and sum only once.
+        level = jnp.maximum((x - low[:, None]) * inverse[:, None], 0)
+        level = jnp.minimum(jnp.floor(level + r), levels)
+        codes = jnp.where(spread[:, None], level, 0).astype(jnp.uint8)
+        codes = jnp.pad(codes, ((0, 0), (0, padded - n)))
+        mark = jnp.where(masked, _MASKED | mask, _U32(0))
+        word = lax.bitcast_convert_type(unit, jnp.uint32) | mark
+        words = jnp.stack([lax.bitcast_convert_type(low, jnp.uint32), word], axis=1)
+        header = lax.bitcast_convert_type(words, jnp.uint8).reshape(k, META_BYTES)
+        return jnp.concatenate([header, _pack(codes, f.bits)], axis=1)
 
     def decode(self, records: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return decode_buckets(records, self.width, self.slot)
+        """Decodes u8[k, record] to f32[k, width], still rotated if they were, and masks u32[k]."""
+        words = lax.bitcast_convert_type(records[:, :META_BYTES].reshape(-1, 2, 4), jnp.uint32)
+        masked = words[:, 1:] >= _MASKED
+        unit_bits = jnp.where(masked, words[:, 1:] & _UPPER_HALF & ~_MASKED, words[:, 1:])
+        low, unit = (lax.bitcast_convert_type(x, jnp.float32) for x in (words[:, :1], unit_bits))
+        codes = unpack(records[:, META_BYTES:], self.slot.bits)[:, : self.width].astype(jnp.float32)
+        low = jnp.where(jnp.isfinite(low) & jnp.isfinite(unit), low, np.float32(np.nan))
+        return low + _product(unit, codes), jnp.where(masked, words[:, 1:] & _LOWER_HALF, 0)[:, 0]
 
     def addend(self, records: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Decodes a peer's records for a sum, in which its masked values are 0."""
@@ -414,7 +397,7 @@ def _joined(rows: jax.Array, layout: Layout) -> jax.Array:
     return jnp.concatenate([rows[w, :n] for w, n in enumerate(lengths)])
 
 
-def _own_values(layout: Layout) -> np.ndarray:
+def own_values(layout: Layout) -> np.ndarray:
     """Returns the range of each slot's values in each chunk, i32[slots, world, 2]."""
     ranges = np.zeros((len(layout.slots), layout.world, 2), np.int64)
     for w in range(layout.world):
@@ -437,7 +420,7 @@ def encode(
     rows = _rows(_concatenate([data for data, _ in encoded], layout.total_bytes), layout)
     mine = jnp.arange(layout.world, dtype=jnp.int32) == rank
     out = [jnp.where(mine[:, None], jnp.uint8(0), rows)]
-    ranges = _own_values(layout)
+    ranges = own_values(layout)
     for i, (leaf, (_, lost)) in enumerate(zip(leaves, encoded, strict=True)):
         if lost is not None:
             begin, end = jnp.asarray(ranges[i])[jnp.maximum(rank, 0)]

@@ -17,8 +17,9 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Shaped, Unit, Words
+from cgx_jax.kernels.reference import own_values
 from cgx_jax.kernels.units import Units, each
-from cgx_jax.kernels.wire import Layout, spans
+from cgx_jax.kernels.wire import Layout
 
 IN, OUT = 0, 1
 LeavesUnits: TypeAlias = Units | Sequence[Unit] | None  # None: no leaf has any
@@ -153,13 +154,7 @@ def _units(operands: Sequence[jax.Array], layout: Layout) -> Units:
 
 def _own(layout: Layout, slot: int, rank: jax.Array, batch: int) -> jax.Array:
     """Marks the values of a slot that lie in the chunk of `rank`, bool[batch, size]."""
-    ranges = [(0, 0)] * layout.world
-    for w in range(layout.world):
-        for span in spans(layout, w):
-            if span.slot == slot:
-                ranges[w] = span.values
-    begin, end = (
-        jnp.asarray(x, jnp.uint32)[rank.reshape(batch)] for x in zip(*ranges, strict=True)
-    )
+    ranges = jnp.asarray(own_values(layout)[slot].astype(np.uint32))
+    begin, end = ranges[rank.reshape(batch)].T
     index = jnp.arange(layout.slots[slot].size, dtype=jnp.uint32)
     return (begin[:, None] <= index) & (index < end[:, None])

@@ -153,9 +153,6 @@ class Layout:
     def chunk_bytes(self) -> int:
         return max(b - a for a, b in itertools.pairwise(self.begins))
 
-    def with_world(self, world: int) -> Layout:
-        return dataclasses.replace(self, world=world)
-
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a layout is a value
     def with_units(self, places: tuple[UnitPlace | None, ...]) -> Layout:
         """Returns the layout of the same bytes with units in these places."""

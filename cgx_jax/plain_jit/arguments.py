@@ -158,14 +158,10 @@ def broadcast(prefix: Pytree, tree: Pytree, where: str) -> list[Any]:
         raise ValueError(f"{CALLER}: {where}: {error}") from None
 
 
-class Line:
-    """A value that is printed as the user would write it, in any container."""
+class Line(str):
+    """Text that is printed as it is, in any container."""
 
-    def __init__(self, text: str):
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
+    __repr__ = str.__str__
 
 
 def line(spec: Any) -> Line:

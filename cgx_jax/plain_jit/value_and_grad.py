@@ -356,20 +356,16 @@ class ValueAndGrad:
         return self._compiled(step, consts, arrays, state)
 
 
+@dataclasses.dataclass(eq=False)
 class _Step:
     """A checked program as a function of global arrays; equal ones share what is compiled."""
 
-    def __init__(
-        self,
-        part: Traced,
-        splits: tuple[Split, ...],
-        ranks: Ranks,
-        shards: Shards,
-        outputs: tuple[Pytree, Pytree],
-        mean: GradientMean,
-    ):
-        self.part, self.splits, self.ranks, self.shards = part, splits, ranks, shards
-        self.outputs, self.mean = outputs, mean
+    part: Traced
+    splits: tuple[Split, ...]
+    ranks: Ranks
+    shards: Shards
+    outputs: tuple[Pytree, Pytree]
+    mean: GradientMean
 
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:

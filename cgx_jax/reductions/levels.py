@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax.axes import Axes, sum_of_rows
+from cgx_jax.axes import Axes, in_groups, sum_of_rows
 from cgx_jax.compressors import Compressor, PayloadCompressor
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.codes import folded
@@ -86,8 +86,7 @@ def ranks_by_node(axes: Axes, inner: Axes) -> tuple[tuple[int, ...], ...]:
     if inner.groups is not None:
         return inner.groups
     ranks = np.arange(axes.world).reshape([lax.axis_size(n) for n in axes.names])
-    last = [axes.names.index(n) for n in inner.names]
-    nodes = np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, inner.world)
+    nodes = in_groups(ranks, [axes.names.index(n) for n in inner.names])
     return tuple(tuple(node) for node in nodes.tolist())
 
 

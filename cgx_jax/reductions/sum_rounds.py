@@ -14,7 +14,7 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Summed
 from cgx_jax.compressors.base import CodedLeaf, Maxima, Rounds, SummedCompressor, Together
-from cgx_jax.compressors.buffers import leaf_key
+from cgx_jax.compressors.buffers import leaf_keys
 from cgx_jax.kernels import scaling
 from cgx_jax.reductions.base import Job, Operands, Reduced, Reduction
 
@@ -43,7 +43,7 @@ class SumRounds(Reduction):
     def run(self, job: Job, given: Operands) -> Reduced:
         values, world = given.values(), job.axes.world
         running = [
-            _code(leaf).rounds(x, state, key=leaf_key(leaf, given.seeds[0]), world=world)
+            _code(leaf).rounds(x, state, key=leaf_keys([leaf], given.seeds[0])[0], world=world)
             for leaf, x, state in zip(job.leaves, values, given.states, strict=True)
         ]
         ends = _in_step(job.axes, running)

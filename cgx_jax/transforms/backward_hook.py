@@ -67,31 +67,25 @@ def reduce_in_backward(
     inexact = [i for i in plan.exact if jnp.issubdtype(plan.leaves[i].dtype, jnp.inexact)]
     together = consecutive(plan.leaves, dict.fromkeys(inexact), SMALL_BYTES)
     for number, part in enumerate([*plan.buffers, *together]):
-        call = _Hook(taken.subset(part))
         own = folded(_HOOK, key, number)
-        for i, x in zip(part, call(own, tuple(leaves[i] for i in part)), strict=True):
+        same = _hooked(taken.subset(part), own, tuple(leaves[i] for i in part))
+        for i, x in zip(part, same, strict=True):
             leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
 
 
-class _Hook:
-    """The identity on some leaves; its backward pass sums their cotangents by `taken`."""
+def _hooked(taken: Route, key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns leaves as they are; the backward pass sums their cotangents by `taken`."""
+    before = [_compat.varying_axes(x) for x in leaves]
+    vary = taken.options.axes.varying()
 
-    def __init__(self, taken: Route):
-        self.taken = taken
-
-    def __call__(self, key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-        before = [_compat.varying_axes(x) for x in leaves]
-        identity = jax.custom_vjp(self._forward)
-
-        def backward(key: Key, cotangents: tuple[Any, ...]) -> tuple[None, tuple[Any, ...]]:
-            summed = values_of(self.taken, cotangents, key)
-            out = tuple(_compat.vary_over(x, axes) for x, axes in zip(summed, before, strict=True))
-            return None, out
-
-        identity.defvjp(lambda key, xs: (self._forward(key, xs), key), backward)
-        return identity(key, leaves)
-
-    def _forward(self, key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-        vary = self.taken.options.axes.varying()
+    def forward(key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_compat.vary_over(x, vary) for x in leaves)
+
+    def backward(key: Key, cotangents: tuple[Any, ...]) -> tuple[None, tuple[Any, ...]]:
+        summed = zip(values_of(taken, cotangents, key), before, strict=True)
+        return None, tuple(_compat.vary_over(x, axes) for x, axes in summed)
+
+    identity = jax.custom_vjp(forward)
+    identity.defvjp(lambda key, xs: (forward(key, xs), key), backward)
+    return identity(key, leaves)
