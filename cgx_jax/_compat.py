@@ -206,6 +206,14 @@ def is_computed(x: object) -> bool:
     return False
 
 
+def is_filled(x: object) -> bool:
+    """Whether the traced function fills `x` with a number that it is given, such as 0."""
+    equation = getattr(x, "parent", None)
+    if equation is None or equation.primitive.name != "broadcast_in_dim":
+        return False
+    return all(y.ndim == 0 and getattr(y, "parent", None) is None for y in equation.in_tracers)
+
+
 def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `function` one asynchronous call on the stream of XLA's GPU collectives.
 

@@ -159,14 +159,6 @@ class Axes:
                         f"jax.lax.pcast(x, {n!r}, to='varying')."
                     )
 
-    def check_not_reduced(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
-        """Raises ValueError if none of these gradients varies, as `check_varying` does for one.
-
-        A few that do not vary may be known, such as the zeros of frozen parameters.
-        """
-        if leaves and not any(_compat.varying_axes(x) & {*self.names} for _, x in leaves):
-            self.check_varying(caller, leaves[:1])
-
     def check_varying(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
         """Raises ValueError for a leaf that AD (or anything else) has already reduced.
 

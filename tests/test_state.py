@@ -1,5 +1,6 @@
 """A state belongs to the leaves that it was made for, in every way that a program passes it on."""
 
+import dataclasses
 import pickle
 import re
 from typing import NamedTuple
@@ -302,15 +303,22 @@ def test_the_state_in_an_optimizer_of_nnx_is_found(form, mesh):
     assert transforms.metrics(state)["cgx/overflow"] == 0
 
 
-def test_rows_on_several_processes_are_refused(mesh):
+def test_rows_on_several_processes_are_refused_unless_each_has_all(mesh):
     state = sync(mesh, memory=ErrorFeedback()).init(zeros({"w": SQUARE}))
 
-    class Rows(np.ndarray):
+    @dataclasses.dataclass
+    class Rows:
+        is_fully_replicated: bool
         is_fully_addressable = False
+        shape, ndim, dtype = (8, 64, 64), 3, np.dtype(np.float32)
 
-    far = state._replace(memory=({"w": np.zeros((8, 64, 64), np.float32).view(Rows)},))
+        def __array__(self, dtype=None, copy=None):
+            return np.ones(self.shape, np.float32)
+
+    far, near = (state._replace(memory=({"w": Rows(whole)},)) for whole in (False, True))
     with pytest.raises(ValueError, match=r"^resize_state: rows of float32\[8, 64, 64\] lie on sev"):
         resize_state(far, 4)
+    np.testing.assert_array_equal(resize_state(near, 4).memory[0]["w"], np.ones((4, 64, 64)))
 
 
 def test_a_chain_over_two_axes_is_split_state_by_state():

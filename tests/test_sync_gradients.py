@@ -292,7 +292,14 @@ def test_seeds_that_are_no_integer_are_refused(call, seed):
         getattr(cgx_jax, call)("data", seed=seed)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**40, np.int64(3), np.array(3), jnp.uint32(3)])
+@pytest.mark.parametrize("seed", [2**32, -(2**31) - 1, np.int64(2**40)])
+def test_seeds_of_more_than_32_bits_are_refused(seed):
+    """Of these, JAX would keep the lower 32 bits, which may be another seed's."""
+    with pytest.raises(ValueError, match="^sync_gradients: seed=.* does not fit into 32 bits"):
+        cgx_jax.sync_gradients("data", seed=seed)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32 - 1, np.int64(3), np.array(3), jnp.uint32(3)])
 def test_integers_of_any_kind_are_seeds(seed):
     cgx_jax.sync_gradients("data", seed=seed)
     jax.eval_shape(lambda s: cgx_jax.sync_gradients("data", seed=s).init(jnp.ones(3)), np.int32(3))
@@ -304,17 +311,21 @@ def test_gradients_that_jax_has_summed_are_refused_though_all_leaves_are_exact(m
     tx = make("data", Identity(), mesh=ranks(4), exchange="xla")
 
     def step(x, varying):
-        w = jnp.ones(4)
-        if varying:
-            w = jax.lax.pcast(w, "data", to="varying")
-        grads = {"w": jax.grad(lambda w: (x * w).sum())(w), "frozen": jnp.zeros(4)}
+        v, w = (
+            jax.lax.pcast(jnp.ones(4), "data", to="varying") if vary else jnp.ones(4)
+            for vary in varying
+        )
+        grads = jax.grad(lambda p: (x * p["v"] * p["w"]).sum())({"v": v, "w": w})
+        grads |= {"frozen": jnp.zeros_like(x), "none": jnp.zeros((0, 3))}
         return tx.update(grads, tx.init(grads))[0]["w"]
 
     x = np.ones((4, 4), np.float32)
-    whole = on_ranks(functools.partial(step, varying=True), ranks(4))
+    whole = on_ranks(functools.partial(step, varying=(True, True)), ranks(4))
     np.testing.assert_array_equal(np.ravel(whole(x)), 1)
-    with pytest.raises(ValueError, match=r"does not vary over axis 'data'.*Either make the param"):
-        on_ranks(functools.partial(step, varying=False), ranks(4))(x)
+    for varying in ((False, False), (True, False)):
+        says = r"'w' does not vary over axis 'data'|'v' does not vary.*Either make the param"
+        with pytest.raises(ValueError, match=says):
+            on_ranks(functools.partial(step, varying=varying), ranks(4))(x)
 
 
 @pytest.mark.parametrize(

@@ -367,34 +367,28 @@ def test_a_tuner_without_its_jit_is_refused():
         training.tuner.jit(lambda x: x)
 
 
-def test_a_step_that_is_jitted_already_or_asks_nothing_is_refused():
-    training = Training(tuner())
-    inner = tuner()
-    training.tx = cgx_jax.sync_gradients("data", Quantize(4), exchange=inner, mesh=MESH)
-    training.state = training.tx.init(LIKE)
-    step = inner.jit(jax.jit(training.sharded()))
-    with pytest.raises(ValueError, match=r"already jitted.*Pass tuner.jit the function without"):
-        step(grads(), training.state)
+def test_a_step_that_asks_nothing_or_is_jitted_outside_is_refused():
     with pytest.raises(ValueError, match="Tuner: the step did not use the setting"):
         tuner().jit(lambda x: x + 1)(jnp.ones(3))
-
-
-def test_a_step_that_is_jitted_outside_or_keeps_a_part_is_refused():
     training = Training(tuner())
     with pytest.raises(ValueError, match=r"Tuner: .* would keep the first setting.*within jax.jit"):
         jax.jit(training.step)(grads(), training.state)
+    with pytest.raises(ValueError, match=r"would keep the first setting"):
+        jax.jit(lambda: training.step(grads(), training.state))()
 
-    own = tuner()
+
+def test_parts_that_are_jitted_follow_the_setting():
+    own, traced = tuner(), []
 
     def total(x):
+        traced.append(own.current)
         return cgx_jax.psum_compressed(x, "data", Quantize(4), exchange=own)
 
-    part = jax.jit(total)
-    whole = jax.shard_map(
-        lambda x: (total(x), part(x)), mesh=MESH, in_specs=P("data"), out_specs=P()
-    )
-    with pytest.raises(ValueError, match="or so is a part of it that calls sync_gradients"):
-        own.jit(whole)(jnp.ones(3000))
+    whole = jax.shard_map(jax.jit(total), mesh=MESH, in_specs=P("data"), out_specs=P())
+    step = own.jit(jax.jit(whole))
+    while own.state in ("waiting", "trying"):
+        step(jnp.ones(3000))
+    assert set(own._tried) <= set(traced) and len(set(traced)) > 1
 
 
 @pytest.mark.quick

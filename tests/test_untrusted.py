@@ -122,7 +122,7 @@ BAD = [
     ("cache", ["tree"], None, r"it has fields missing \['tree'\]"),
     ("cache", ["topology"], [], r"it topology=\[\] is not dict"),
     ("cache", ["setting", "fusion_bytes"], 1 << 50, "fusion_bytes=1125899906842624 is not a whole"),
-    ("state", ["format"], 1, "format=1, but this version of cgx_jax reads 4"),
+    ("state", ["format"], 1, "format=1, but this version of cgx_jax reads 5"),
     ("state", ["step"], None, r"it has fields missing \['step'\]"),
     ("state", ["step"], 0.5, "it step=0.5 is not int"),
     ("state", ["leaves", 0, 1], "x", r"it leaves\[0\]\[1\]='x' is not tuple"),
@@ -137,7 +137,7 @@ BAD = [
     ("state", ["plans", "plans", 1], [0], "has 1 adaptive leaves, but this one has 3"),
     ("state", ["pending", 1, 1, 0], [1.0], "statistics .* not of 3 adaptive leaves and 7"),
     ("state", ["pending", 1, 0], [1.0], "statistics .* not of 3 adaptive leaves and 7"),
-    ("state", ["pending", 1, 4], "x", r"it pending\[1\]\[4\]='x' is not list"),
+    ("state", ["pending", 1, 3], "x", r"it pending\[1\]\[3\]='x' is not list"),
     ("state", ["nonfinite"], [0.0], "has 1 adaptive leaves, but this one has 3"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -139,7 +140,7 @@ def watch(
 
     def result(x: Any) -> Any:
         if isinstance(x, SCALARS):  # Python numbers stay Python numbers
-            return x
+            return x if _action != "skip" or cmath.isfinite(x) else type(x)(0)
         x = after_report(told, x)
         return jnp.where(bad, jnp.zeros_like(x), x) if _action == "skip" else x
 

@@ -265,7 +265,7 @@ class Adaptive(Policy):
     def _adopt(
         self, decision: Decision, averages: dict[str, np.ndarray], nonfinite: np.ndarray
     ) -> None:
-        """Adopts a decision; `nonfinite` are the non-finite shares in its statistics."""
+        """Adopts a decision; `nonfinite` are the counts in its statistics."""
         progress = self.progress
         progress.current = decision.compressors
         if progress.current not in progress.plans:
@@ -276,15 +276,10 @@ class Adaptive(Policy):
         )
 
     def _struck(self, now: np.ndarray) -> list[bool]:
-        """Returns which leaves were not finite since the last look, from decayed sums."""
+        """Returns which leaves were not finite since the last look."""
         before = self.progress.nonfinite
         self.progress.nonfinite = now
-        # Decayed sums keep a trace of earlier values. This is what is left of what the last look
-        # saw, `every` steps before this one; the margin is for fp32's rounding.
-        seen = self.progress.step - min(LAG, self.every - 1)
-        samples = -(-seen // self.sample_every) - -(-(seen - self.every) // self.sample_every)
-        left = self.decay**samples * (0 if before is None else before)
-        return [bool(bad) for bad in now > 1.0001 * left]
+        return [bool(bad) for bad in now != (0 if before is None else before)]
 
     # --- what others may see and keep.
 

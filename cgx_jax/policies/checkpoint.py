@@ -17,7 +17,7 @@ from cgx_jax.policies import statistics
 from cgx_jax.policies.decide import Compressors, Refresh
 from cgx_jax.policies.statistics import Statistics
 
-FORMAT = 4
+FORMAT = 5
 _AGAIN = "Without load_state_dict, the policy measures and chooses again."
 
 
@@ -47,7 +47,7 @@ class Packed(NamedTuple):
 
 
 # The lists of `Statistics`.
-Sums = tuple[list[float], list[list[float]], list[float], float, list[float]]
+Sums = tuple[list[float], list[list[float]], list[float], list[float]]
 
 
 class Saved(NamedTuple):

@@ -26,21 +26,20 @@ class Statistics(NamedTuple):
 
     `weight` [leaves] counts the steps in which the leaf was finite on every rank. `error` [leaves,
     candidates] is the squared L2 error of a rank's encoding of the whole leaf, and `square`
-    [leaves] the squared L2 norm. Both are means over the ranks. `seen` [] counts steps. `nonfinite`
-    [leaves] is the share of values that were not finite. All are the same on every rank, and their
-    shapes do not depend on the plan.
+    [leaves] the squared L2 norm. Both are means over the ranks. `nonfinite` [leaves], which does not
+    decay, counts the steps in which the leaf was not finite on some rank. All are the same on every
+    rank, and their shapes do not depend on the plan.
     """
 
     weight: jax.Array
     error: jax.Array
     square: jax.Array
-    seen: jax.Array
     nonfinite: jax.Array
 
     @classmethod
     def zeros(cls, leaves: int, candidates: int) -> Statistics:
         """Before the first observation."""
-        shapes = (leaves,), (leaves, candidates), (leaves,), (), (leaves,)
+        shapes = (leaves,), (leaves, candidates), (leaves,), (leaves,)
         return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))  # each can be donated
 
 
@@ -65,8 +64,7 @@ class Sampler:
         measured = jnp.where(finite[:, None] > 0, own[:, :-1], 0)
         local = jnp.concatenate([measured, own[:, -1:], finite[:, None]], axis=1)
         (mean,) = axes.mean([local])
-        # A leaf that some rank cannot measure adds nothing in this step but its share of non-finite
-        # values.
+        # A leaf that some rank cannot measure adds nothing in this step but to its count.
         ok = (mean[:, -1] == 1).astype(jnp.float32)
         now = jnp.where(ok[:, None] > 0, mean[:, :-2], 0)
         count = len(self.candidates)
@@ -76,8 +74,7 @@ class Sampler:
             fade * old.weight + ok,
             fade[:, None] * old.error + now[:, :count],
             fade * old.square + now[:, count],
-            jnp.float32(decay) * old.seen + 1,
-            jnp.float32(decay) * old.nonfinite + mean[:, -2],
+            old.nonfinite + (mean[:, -2] > 0).astype(jnp.float32),
         )
 
     def _measure(self, leaves: Sequence[jax.Array]) -> jax.Array:
@@ -159,16 +156,10 @@ def own(x: Any) -> np.ndarray:
 
 
 def mean(statistics: Statistics) -> dict[str, np.ndarray]:
-    """Averages over the observed steps as numpy float64: weight, error, square, nonfinite.
+    """Averages over the observed steps as numpy float64: error and square.
 
-    A leaf that was never measured has weight 0 and NaN.
+    A leaf that was never measured has NaN.
     """
-    host = {k: np.asarray(v, np.float64) for k, v in statistics._asdict().items()}
+    weight, error, square, _ = (np.asarray(x, np.float64) for x in statistics)
     with np.errstate(all="ignore"):
-        weight = host["weight"]
-        return {
-            "weight": weight,
-            "error": host["error"] / weight[:, None],
-            "square": host["square"] / weight,
-            "nonfinite": host["nonfinite"] / host["seen"],
-        }
+        return {"error": error / weight[:, None], "square": square / weight}

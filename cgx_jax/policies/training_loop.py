@@ -14,6 +14,9 @@ from cgx_jax.host import agreement
 
 clock = time.perf_counter
 
+# JAX traces anew within another value, so no part of a step that is jitted keeps an earlier choice.
+_choice = jax.make_user_context()
+
 
 class Names(NamedTuple):
     """How error messages name a part: its class, a variable that holds it, and what it chooses."""
@@ -57,41 +60,38 @@ class TrainingLoop:
 
     def __init__(self, *parts: Part) -> None:
         self._parts = parts
-        self._asked: dict[int, int] = {}  # how often the first trace asked each part
 
     def jit(self, step: Callable[..., Pytree], **options: Any) -> Callable[..., Pytree]:
         """`jax.jit(step, **options)`, compiled once for each choice of the parts."""
         parts = self._parts
-        compiled: dict[tuple[Hashable, ...], Callable[..., Pytree]] = {}
-
-        def anew() -> Pytree:
-            # Another function object each time, since jax.jit caches by it.
-            return jax.jit(functools.wraps(step)(lambda *a, **k: step(*a, **k)), **options)
+        jitted: Any = jax.jit(step, **options)
+        compiled: dict[tuple[Hashable, ...], object] = {}  # what `_choice` was for each choice
 
         @functools.wraps(step)
         def run(*args: Pytree, **kwargs: Pytree) -> Pytree:
             self._require_values(args, kwargs)
             if not all(part.bound for part in parts):
-                self._trace(anew().trace, args, kwargs)
+                self._trace(jitted.trace, object(), args, kwargs)
             for part in parts:
                 part.before()
                 if part.trying:
                     break
-            function = compiled.get(self._key())
+            choice = compiled.get(self._key())
             timed = any(part.trying for part in parts)
             if timed:
                 jax.block_until_ready((args, kwargs))
                 agreement.gather(0)  # all ranks begin together:
                 agreement.gather(0)  # the first one's stragglers have arrived now
             start = clock()
-            fresh = function is None
-            if function is None:
-                function = anew()
-                out = self._trace(function, args, kwargs)
+            fresh = choice is None
+            if choice is None:
+                choice = object()
+                out = self._trace(jitted, choice, args, kwargs)
                 # The policy may have met its tree only now, which changes its choice and the key.
-                compiled[self._key()] = function
+                compiled[self._key()] = choice
             else:
-                out = self._call(function, args, kwargs)
+                out = self._call(jitted, choice, args, kwargs)
+            self._require_values(out)
             if timed:
                 jax.block_until_ready(out)
             seconds = clock() - start
@@ -104,11 +104,14 @@ class TrainingLoop:
     def _key(self) -> tuple[Hashable, ...]:
         return tuple(part.key for part in self._parts)
 
-    def _call(self, function: Callable[..., Pytree], args: Pytree, kwargs: Pytree) -> Pytree:
+    def _call(
+        self, function: Callable[..., Pytree], choice: object, args: Pytree, kwargs: Pytree
+    ) -> Pytree:
         for part in self._parts:
             part.running = True
         try:
-            return function(*args, **kwargs)
+            with _choice(choice):
+                return function(*args, **kwargs)
         finally:
             for part in self._parts:
                 part.running = False
@@ -123,23 +126,18 @@ class TrainingLoop:
                 "within jax.jit, jax.lax.scan or jax.vmap."
             )
 
-    def _trace(self, function: Callable[..., Pytree], args: Pytree, kwargs: Pytree) -> Pytree:
-        """Calls and so traces the step.
-
-        Raises ValueError if the step did not ask every part, or less often than in its first trace.
-        """
+    def _trace(
+        self, function: Callable[..., Pytree], choice: object, args: Pytree, kwargs: Pytree
+    ) -> Pytree:
+        """Calls and so traces the step; raises ValueError if it did not ask every part."""
         before = [part.traces for part in self._parts]
-        out = self._call(function, args, kwargs)
-        for i, (part, traces) in enumerate(zip(self._parts, before, strict=True)):
-            asked = part.traces - traces
-            if asked < self._asked.setdefault(i, max(asked, 1)):
-                name, variable, choice = part.words
+        out = self._call(function, choice, args, kwargs)
+        for part, traces in zip(self._parts, before, strict=True):
+            if part.traces == traces:
+                name, variable, chosen = part.words
                 raise ValueError(
-                    f"{name}: the step did not use the {choice} of this {variable} when it was "
-                    f"compiled. Either the step is already jitted and would keep its {choice}, or "
-                    "so is a part of it that calls sync_gradients (an inner jax.jit, or the body "
-                    f"of a scan that is defined outside of the step). Or another {name} is in its "
-                    f"sync_gradients. Pass {variable}.jit the function without jax.jit, with this "
-                    f"{variable} in its sync_gradients."
+                    f"{name}: the step did not use the {chosen} of this {variable} when it was "
+                    f"compiled. Pass {variable}.jit a step whose sync_gradients has this "
+                    f"{variable}, and not another {name}."
                 )
         return out

@@ -61,7 +61,10 @@ class Expected(NamedTuple):
 
 
 def require_options(caller: str, memory: Any, precondition: Any, seed: Any) -> None:
-    """Raises TypeError for an option of another type, such as a class in place of an instance."""
+    """Raises TypeError for an option of another type, such as a class in place of an instance.
+
+    Raises ValueError for a seed of which JAX would drop bits.
+    """
     for name, value, kind, example in (
         ("memory", memory, Memory, "ErrorFeedback"),
         ("precondition", precondition, SecondMoment, "SecondMoment"),
@@ -75,6 +78,8 @@ def require_options(caller: str, memory: Any, precondition: Any, seed: Any) -> N
     whole = jnp.issubdtype(getattr(seed, "dtype", bool), jnp.integer)
     if not known and (not whole or np.ndim(seed)):
         raise TypeError(f"{caller}: seed={seed!r} is not an integer; pass a Python int.")
+    if not isinstance(seed, jax.Array) and not -(2**31) <= seed < 2**32:
+        raise ValueError(f"{caller}: seed={seed} does not fit into 32 bits; pass a smaller one.")
 
 
 def require_type(caller: str, state: Pytree, kind: type) -> None:
@@ -113,6 +118,7 @@ def check_statistics(statistics: Pytree, policy: Adaptive, leaves: Sequence[Leaf
             f"{CALLER}: the state holds statistics of shapes {found}, but the policy keeps "
             f"{wanted} for these leaves; {_OTHER_OPTIONS}"
         )
+    require_dtypes(CALLER, "statistics", statistics, expected)
 
 
 def require_whole(caller: str, state: SyncState) -> None:
@@ -178,15 +184,20 @@ def check_state(
             f"{caller}: the state was made for leaves of other shapes: its moments have "
             f"{held} factors, but the gradients ({shapes}{more}) need {needed}. {expected.remedy}"
         )
-    for x, own in zip(jax.tree.leaves(state.moments), jax.tree.leaves(made), strict=True):
-        if x.dtype != own.dtype:
-            raise _cast(caller, "moments", x, str(own.dtype))
+    require_dtypes(caller, "moments", state.moments, made)
 
 
 def require_count(caller: str, name: str, x: Any) -> None:
     """Raises ValueError unless a state's number of steps is still an integer."""
     if jnp.ndim(x) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
         raise _cast(caller, name, x, "int32[]")
+
+
+def require_dtypes(caller: str, what: str, state: Pytree, made: Pytree) -> None:
+    """Raises ValueError if a part of the state has other dtypes than init makes."""
+    for x, own in zip(jax.tree.leaves(state), jax.tree.leaves(made), strict=True):
+        if x.dtype != own.dtype:
+            raise _cast(caller, what, x, str(own.dtype))
 
 
 def _cast(caller: str, what: str, x: Any, made: str) -> ValueError:
@@ -310,3 +321,4 @@ def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
                     f"but its init makes {shapes}. It was made for another shape, or with other "
                     f"options. {remedy}"
                 )
+            require_dtypes(caller, f"{type(compressor).__name__} part of leaf {leaf.path!r}", kept, wanted)

@@ -26,6 +26,7 @@ from cgx_jax.route.route import Chooser
 from cgx_jax.transforms.checks import (
     Expected,
     require_count,
+    require_dtypes,
     require_own_row,
     require_paths,
     require_rows,
@@ -249,6 +250,8 @@ class _Workers:
         _check_moved(self.name, state, updates)
         self._check_own(axes, updates)
         before = own_row(state.moved)
+        if params is not None:
+            _require_as_wide(self.name, before, params)
         parts = self._parts(before)  # what is sent has the parameters' dtypes
         self._check(state, parts, before)
         here = None if params is None else jax.tree.map(jnp.add, params, before)
@@ -376,12 +379,16 @@ class _Workers:
                     f"{self.name}: delay={self.delay}, but the state was made "
                     f"{'without' if self.delay else 'with'} a delay. {remedy}"
                 )
-            made: Any = jax.tree.structure(jax.eval_shape(self.outer.init, own))
-            if made != jax.tree.structure(fragment.outer):
+            made: Any = jax.eval_shape(self.outer.init, own)
+            known: Any = jax.tree.structure(fragment.outer)
+            if jax.tree.structure(made) != known:
                 raise ValueError(
                     f"{self.name}: the state is of another outer optimizer, or of fragments with "
                     f"other leaves. {remedy}"
                 )
+            require_dtypes(self.name, "outer optimizer's state", fragment.outer, made)
+            if self.delay:
+                require_dtypes(self.name, "reduction that waits", fragment.waiting, own)
 
     def _weighted(self, axes: Axes, moved: list[jax.Array], weight: Any) -> list[jax.Array]:
         """Returns what each worker sends, so that the mean counts a worker by its weight."""
@@ -513,7 +520,9 @@ def local_params(params: Pytree, state: Pytree) -> Pytree:
             "hold one; pass the state of a chain with one of them."
         )
     _check_moved("local_params", found[0], params)
-    return jax.tree.map(jnp.add, params, own_row(found[0].moved))
+    moved = own_row(found[0].moved)
+    _require_as_wide("local_params", moved, params)
+    return jax.tree.map(jnp.add, params, moved)
 
 
 def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
@@ -523,3 +532,10 @@ def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
     expected = Expected(caller, leaves, jax.tree.structure(like))
     require_paths(expected, "moved", (state.moved,))
     require_rows(expected, "moved", state.moved)
+
+
+def _require_as_wide(caller: str, moved: Pytree, params: Pytree) -> None:
+    """Raises ValueError for a state that was cast to less than the parameters' dtypes."""
+    for x, own in zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True):
+        if x.dtype.itemsize < jnp.result_type(own).itemsize:
+            require_dtypes(caller, "moved", x, own)

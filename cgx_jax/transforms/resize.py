@@ -57,7 +57,8 @@ def resize_state(state: Pytree, world: int) -> Pytree:
         shape = (world, *x.shape[1:])
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, x.dtype)
-        if not getattr(x, "is_fully_addressable", True):
+        here = ("is_fully_addressable", "is_fully_replicated")
+        if not isinstance(x, np.ndarray) and not any(getattr(x, name) for name in here):
             raise ValueError(
                 f"{_NAME}: rows of {x.dtype}{list(x.shape)} lie on several processes. Gather them "
                 "first, state = jax.experimental.multihost_utils.process_allgather(state, "

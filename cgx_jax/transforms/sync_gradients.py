@@ -360,9 +360,12 @@ class Sync:
         """Returns what is sent in an update, and what remains to be known of it."""
         plan, (leaves, treedef) = share.plan, jax.tree.flatten(updates)
         self._check(state, share, choices, treedef)
-        pairs = zip(plan.leaves, leaves, strict=True)
-        floats = [(a.path, x) for a, x in pairs if jnp.issubdtype(a.dtype, jnp.inexact)]
-        share.axes.check_not_reduced(self.name, floats)
+        if share.axes.world > 1:
+            # What does not vary may still be known, such as the zeros of frozen parameters.
+            pairs = zip(plan.leaves, leaves, strict=True)
+            own = [(a.path, x) for a, x in pairs if x.size and not _compat.is_filled(x)]
+            floats = [(path, x) for path, x in own if jnp.issubdtype(x.dtype, jnp.inexact)]
+            share.axes.check_varying(self.name, floats)
         scales = scales_of(self.precondition, state.moments, share)
         before = by_leaf(state.memory, len(leaves))
         wanted, kept = compensated(self.memory, leaves, before, state.step, share.taken.compressed)
