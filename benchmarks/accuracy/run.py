@@ -199,17 +199,27 @@ class Trainer:
         return ratios, self.policy.state_dict()["step"]
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return measure.rows(path) if path.exists() else []
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["configuration"], row["seed"], row["steps"]
 
 
-def write(
-    path: Path, task: str, rows: list[dict[str, Any]], order: list[str], steps: int | None = None
+def add(
+    path: Path, task: str, row: dict[str, Any], order: list[str], steps: int | None = None
 ) -> None:
-    rows = sorted(rows, key=lambda r: (r["seed"], order.index(r["configuration"])))
+    """Adds a row to those of this task and machine, in place of an older one."""
     command = f"python {os.path.relpath(sys.argv[0])} --task {task}"
-    command += f" --steps {steps}" if steps else ""
-    measure.write(path, [{"command": command, "machine": measure.machine(), "rows": rows}])
+    about = {"command": command + (f" --steps {steps}" if steps else "")}
+    about["machine"] = measure.machine()
+    runs = measure.read(path) if path.exists() else []
+    for run in runs:
+        run["rows"] = [r for r in run["rows"] if key(r) != key(row)]
+    if not any(about.items() <= run.items() for run in runs):
+        runs.append({**about, "rows": []})
+    (own,) = (run for run in runs if about.items() <= run.items())
+    own["rows"] = sorted(
+        [*own["rows"], row], key=lambda r: (r["seed"], order.index(r["configuration"]))
+    )
+    measure.write(path, [run for run in runs if run["rows"]])
 
 
 def parse_arguments(
@@ -253,18 +263,16 @@ def main(
     for seed in range(int(first), int(last or first) + 1):
         for task in arguments.task:
             out = arguments.out / f"{task}.jsonl"
+            steps = arguments.steps or tasks[task].steps
             for name in names_of(tasks[task], configurations, arguments.configs):
-                rows = read(out)
-                same = [r for r in rows if (r["configuration"], r["seed"]) == (name, seed)]
-                if same and not arguments.again:
+                known = {key(r) for r in measure.rows(out)} if out.exists() else set()
+                if (name, seed, steps) in known and not arguments.again:
                     continue
                 start = time.perf_counter()
                 if (task, name) not in trainers:
-                    steps = arguments.steps or tasks[task].steps
                     trainers[task, name] = Trainer(tasks[task], configurations[name], steps)
                 row = {"configuration": name, **trainers[task, name].run(seed)}
-                rows = [r for r in rows if r not in same] + [row]
-                write(out, task, rows, list(configurations), arguments.steps)
+                add(out, task, row, list(configurations), arguments.steps)
                 said = f"{task}, seed {seed}, {name}: {row['held_out_loss']:.5f}"
                 print(f"{said} ({time.perf_counter() - start:.1f} s)", flush=True)
     return 0

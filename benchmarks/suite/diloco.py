@@ -4,8 +4,8 @@
     python benchmarks/suite/diloco.py rates --seeds 9    # chooses inner learning rates
 
 "exact" is data parallel. All methods take as many steps. What the workers have learned after the
-last round is lost. "rates" trains by exact DiLoCo with multiples of each task's inner learning
-rate. The seed is none of those that are compared.
+last round is lost. "rates" trains exactly, by data parallel and by DiLoCo, with multiples of each
+task's learning rate. The seed is none of those that are compared.
 """
 
 import sys

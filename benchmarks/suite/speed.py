@@ -127,7 +127,7 @@ def unplugged() -> Iterator[None]:
     with (
         mock.patch.object(jax.lax, "pmean", lambda x, axis_name: x),
         mock.patch.object(Axes, "sum", lambda self, leaves: list(leaves)),
-        mock.patch.object(Axes, "mean", lambda self, leaves: list(leaves)),
+        mock.patch.object(Axes, "mean", lambda self, leaves, **_: list(leaves)),
         mock.patch.object(xla, "scatter", lambda rows, axes: rows),
         mock.patch.object(xla, "gather", gather),
     ):

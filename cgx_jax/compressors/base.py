@@ -210,13 +210,15 @@ class PayloadCompressor(Compressor):
       values.
 
     "ring" and "tree" refuse a code that is not `owner_exact`. A chunk shorter than others is filled
-    with zeros, or with its last value if the code `pads_with_last`: zeros would lower its means.
-    Reductions encode fp32 values unless the compressor provides kernels (`codes`). `encode` raises
-    ValueError for a missing key.
+    with its `filler`. Reductions encode fp32 values unless the compressor provides kernels
+    (`codes`). `encode` raises ValueError for a missing key.
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum", "ring", "tree")
-    pads_with_last: ClassVar[bool] = False
+
+    def filler(self, chunk: jax.Array) -> jax.Array:
+        """Returns what fills up a short chunk f32[n]: 0, or a value that changes no mean, f32[]."""
+        return jnp.zeros((), jnp.float32)
 
     def approximate(self, x: jax.Array, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)

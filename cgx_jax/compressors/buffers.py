@@ -165,10 +165,11 @@ class _ChunksLeafByLeaf(ChunkCode):
 
     def _runs(self, code: PayloadCompressor, x: jax.Array) -> jax.Array:
         """Returns fp32[world, run]; both phases encode this dtype, so payloads are alike."""
-        run = self._run(x.size)
-        mode = "edge" if code.pads_with_last and x.size else "constant"
-        flat = jnp.ravel(x).astype(jnp.float32)
-        return jnp.pad(flat, (0, run * self.world - x.size), mode=mode).reshape(self.world, run)
+        run, flat = self._run(x.size), jnp.ravel(x).astype(jnp.float32)
+        if missing := run * self.world - x.size:
+            last = flat[(x.size - 1) // run * run :] if x.size else flat
+            flat = jnp.pad(flat, (0, missing), constant_values=code.filler(last))
+        return flat.reshape(self.world, run)
 
     def _sent(self, sent: Sent) -> list[jax.Array]:
         """Returns the runs of each leaf in its units."""

@@ -83,15 +83,14 @@ class SketchML(PayloadCompressor):
 
     A value takes ceil(log2(bins)) bits, and a bin 4 bytes. The quantiles come from at most 8,192
     values of the run that is encoded, and the means from all its values. A value that is several
-    quantiles at once has a bin of its own. The code is a projection,
-    so error feedback makes up for what it loses. NaN and infinity come back as NaN, with the rest
-    of their bin. Raises ValueError for `bins` outside of 2..256, TypeError if it is not an integer.
-    Source: SketchML (Jiang et al., SIGMOD 2018), without its sketch of keys.
+    quantiles at once has a bin of its own. The code is a projection, so error feedback makes up for
+    what it loses. NaN and infinity come back as NaN, with the rest of their bin. Raises ValueError
+    for `bins` outside of 2..256, TypeError if it is not an integer. Source: SketchML (Jiang et al.,
+    SIGMOD 2018), without its sketch of keys.
     """
 
     bins: int = 64
 
-    pads_with_last: ClassVar[bool] = True
     SAMPLE: ClassVar[int] = 8192
 
     def __post_init__(self) -> None:
@@ -109,14 +108,20 @@ class SketchML(PayloadCompressor):
         most = 2 * buckets.maximum(jnp.abs(value)) * np.float32(1 + 2.0**-18)
         return buckets.rounded(jnp.broadcast_to(most, value.shape), x)
 
+    def filler(self, chunk: jax.Array) -> jax.Array:
+        return chunk[-1] if chunk.size else super().filler(chunk)
+
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
         if not flat.size:
             return jnp.zeros(4 * self.bins, jnp.uint8)
-        seen = jnp.sort(flat[:: -(-flat.size // self.SAMPLE)])
+        # An odd stride, since what repeats in a leaf mostly repeats after an even number of values.
+        seen = jnp.sort(flat[:: -(-flat.size // self.SAMPLE) | 1])
         at = np.arange(1, self.bins) * seen.size // self.bins
         edges, search = seen[at], functools.partial(jnp.searchsorted, method="compare_all")
-        tie = (search(edges, edges, side="left") + search(edges, edges, side="right") + 1) // 2
+        # All copies of a quantile take the bin of the one in their middle.
+        middle = (search(seen, edges, side="left") + search(seen, edges, side="right") - 1) // 2
+        tie = search(jnp.asarray(at), middle, side="right")
         code = search(edges, flat, side="left")
         edge = jnp.minimum(code, self.bins - 2)
         code = jnp.where(flat == edges[edge], tie[edge], code)

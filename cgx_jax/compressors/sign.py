@@ -112,11 +112,12 @@ class ScaledSign(buckets.Bucketed):
     EF-SignSGD (Karimireddy et al., ICML 2019), whose bucket is the whole leaf.
     """
 
-    pads_with_last: ClassVar[bool] = True
-
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * (packed_bytes(n, 1) + 4 * buckets.count(n, self.bucket_size))
+
+    def filler(self, chunk: jax.Array) -> jax.Array:
+        return self._scale(chunk)[-1, 0] if chunk.size else super().filler(chunk)
 
     def _scale(self, x: ArrayLike) -> jax.Array:
         here = buckets.filled(jnp.size(x), self.bucket_size).sum(axis=1, keepdims=True)
@@ -153,11 +154,20 @@ class OneBit(buckets.Bucketed):
     SGD (Seide et al., Interspeech 2014), whose bucket is a column of the matrix.
     """
 
-    pads_with_last: ClassVar[bool] = True
-
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * (packed_bytes(n, 1) + 8 * buckets.count(n, self.bucket_size))
+
+    def filler(self, chunk: jax.Array) -> jax.Array:
+        low, high = self._means(chunk)[-1] if chunk.size else (super().filler(chunk),) * 2
+        return jnp.where((chunk[-1:] < 0).all(), low, high)  # a mean of some of its values
+
+    def _means(self, x: ArrayLike) -> jax.Array:
+        """Returns each bucket's means of negative values and of the others, f32[buckets, 2]."""
+        rows = buckets.split(x, self.bucket_size)
+        here = buckets.filled(jnp.size(x), self.bucket_size)
+        parts = [_mean(rows, here & (rows < 0)), _mean(rows, here & ~(rows < 0))]
+        return jnp.concatenate(parts, axis=1)
 
     def error_bound(self, x: ArrayLike) -> jax.Array:
         rows = jnp.abs(buckets.split(x, self.bucket_size))
@@ -167,13 +177,8 @@ class OneBit(buckets.Bucketed):
 
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
-        rows = buckets.split(x, self.bucket_size)
-        here = buckets.filled(jnp.size(x), self.bucket_size)
-        means = jnp.concatenate(
-            [_mean(rows, here & (rows < 0)), _mean(rows, here & ~(rows < 0))], 1
-        )
         bits = pack((~(jnp.ravel(x) < 0)).astype(jnp.uint32), 1)
-        return jnp.concatenate([bits, to_bytes(means)])
+        return jnp.concatenate([bits, to_bytes(self._means(x))])
 
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)

@@ -108,6 +108,13 @@ def watch(
     floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if not floats:
         return list(after), False
+    mesh = jax.sharding.get_abstract_mesh()
+    if rest := [n for n in mesh.axis_names if n not in mesh.manual_axes and mesh.shape[n] > 1]:
+        raise ValueError(
+            f"{call.caller}: debug_nonfinite reports from single devices, which XLA refuses while "
+            f"it shards over axis {rest[0]!r}; make all axes of the mesh manual here. "
+            "sync_gradients and diloco do so with specs=."
+        )
     hidden = [i for i in floats if i not in call.carried]
     out = _counted(after, floats)
     finite = ~out[:, 0].any()

@@ -102,7 +102,8 @@ def gather(row: jax.Array, axes: Axes) -> jax.Array:
 
 def permute(row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """u8[n] from one rank to another, for each (source, destination); zeros without a source."""
-    if _vmapped(axes.names):
+    # Under vmap, lax.ppermute takes no rank without a source.
+    if axes.groups is None and not _compat.bound_by_mesh(axes.names):
         sources = np.full(axes.world, -1)
         sources[[b for _, b in pairs]] = [a for a, _ in pairs]
         source = jnp.asarray(sources)[axes.index()]

@@ -127,8 +127,8 @@ class Argument:
             if trained and jnp.issubdtype(x.dtype, jnp.complexfloating):
                 raise TypeError(
                     f"{CALLER}: {where} {shown(x)} is complex, which this call does not take; "
-                    "train its real and imaginary parts (optax.contrib.split_real_and_imaginary), "
-                    "or use cgx_jax.sync_gradients in shard_map."
+                    "pass its real and imaginary parts, and join them in the loss with "
+                    "jax.lax.complex, or use cgx_jax.sync_gradients in shard_map."
                 )
             places.append(Place(where, number, trained))
             arrays.append(x)

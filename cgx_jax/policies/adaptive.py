@@ -90,6 +90,7 @@ class Adaptive(Policy):
         self._adaptive: tuple[int, ...] = ()
         self._subject = Subject((), self.sampler.candidates)
         self._saved: Json | None = None  # waits for the tree
+        self._compared = False  # whether all processes are known to begin alike
         self._traced: dict[Compressors, tuple[Any, int]] = {}  # each plan, and what a rank sends
 
     def __repr__(self) -> str:
@@ -198,12 +199,26 @@ class Adaptive(Policy):
 
     def before(self) -> None:
         """Chooses a plan from statistics that were asked for `LAG` steps ago."""
+        if not self._compared:
+            kept = self.state_dict() if self._saved or self.progress.step else None
+            begun = [self.warmup, self.every, self.sample_every, self.decay, kept]
+            _require_same(
+                json.dumps(begun).encode(),
+                "the options, or what load_state_dict has set,",
+                "give every process the same ones before its first step",
+            )
+            self._compared = True
         progress = self.progress
         if progress.pending is None or progress.step < progress.pending[0]:
             return
         measured = jax.tree.map(statistics.own, progress.pending[1])
         progress.pending = None
-        _require_same(measured)
+        _require_same(
+            b"".join(x.tobytes() for x in measured),
+            "the statistics",
+            "the ranks no longer hold the same state, and cgx_jax.debug.debug_checksums() finds "
+            "where",
+        )
         averages = statistics.mean(measured)
         self._adopt(self._agreed(averages), averages, measured.nonfinite)
 
@@ -385,12 +400,10 @@ def _check_same(ours: Sequence[Leaf], theirs: Sequence[Leaf], of: str) -> None:
         )
 
 
-def _require_same(measured: Statistics) -> None:
-    """Raises ValueError on every process if any has other statistics than process 0."""
-    digests = agreement.gather(zlib.crc32(b"".join(x.tobytes() for x in measured)))
-    others = [i for i, digest in enumerate(digests) if digest != digests[0]]
-    if others:
+def _require_same(own: bytes, what: str, remedy: str) -> None:
+    """Raises ValueError on every process if any has something else than process 0."""
+    digests = agreement.gather(zlib.crc32(own))
+    if others := [i for i, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(
-            f"Adaptive: the statistics of processes {others} differ from those of process 0, so "
-            "the ranks no longer hold the same state; cgx_jax.debug.debug_checksums() finds where."
+            f"Adaptive: {what} of processes {others} differ from those of process 0; {remedy}."
         )

@@ -26,9 +26,9 @@ class Statistics(NamedTuple):
 
     `weight` [leaves] counts the steps in which the leaf was finite on every rank. `error` [leaves,
     candidates] is the squared L2 error of a rank's encoding of the whole leaf, and `square`
-    [leaves] the squared L2 norm. Both are means over the ranks. `nonfinite` [leaves], which does not
-    decay, counts the steps in which the leaf was not finite on some rank. All are the same on every
-    rank, and their shapes do not depend on the plan.
+    [leaves] the squared L2 norm. Both are means over the ranks. `nonfinite` [leaves] counts the
+    steps in which the leaf was not finite on some rank, and does not decay. All are the same on
+    every rank, and their shapes do not depend on the plan.
     """
 
     weight: jax.Array

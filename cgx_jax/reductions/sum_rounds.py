@@ -75,7 +75,8 @@ def _check_alike(job: Job, compressor: Compressor, total: jax.Array) -> None:
             f"{job.name}: the total of {compressor}.rounds is typed as varying over axis "
             f"{min(varying)!r}, so ranks may hold different sums. Compute it only from received "
             "sums and from values that all ranks share, such as jnp.zeros(shape); "
-            "jnp.zeros_like(x) has the type of this rank's own x."
+            "jnp.zeros_like(x) has the type of this rank's own x. If the call has a key, it must "
+            "be the same on all ranks, too."
         )
 
 

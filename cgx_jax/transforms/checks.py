@@ -321,4 +321,6 @@ def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
                     f"but its init makes {shapes}. It was made for another shape, or with other "
                     f"options. {remedy}"
                 )
-            require_dtypes(caller, f"{type(compressor).__name__} part of leaf {leaf.path!r}", kept, wanted)
+            require_dtypes(
+                caller, f"{type(compressor).__name__} part of leaf {leaf.path!r}", kept, wanted
+            )

@@ -82,7 +82,9 @@ def step_on_ranks(
 
     def local(updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
         pairs = zip(jax.tree.leaves(updates), parts, strict=True)
-        own = [times_world(x) if part else x for x, part in pairs]
+        # Beside parts, what is reduced already counts as a gradient that all ranks share.
+        vary = frozenset(names if any(parts) else ())
+        own = [times_world(x) if part else _compat.vary_over(x, vary) for x, part in pairs]
         means, after = step(jax.tree.unflatten(treedef, own), state, tuple(cuts))
         return jax.tree.map(lambda y, x: as_gradient(y, x.dtype), means, updates), after
 

@@ -193,8 +193,8 @@ def on_shards(
         raise ValueError(
             f"{caller}: specs are for axes of the mesh that are left to XLA, but all of "
             f"{mesh.axis_names} are manual here, and each device has its shards already. Without a "
-            "memory and precondition, leave out specs. With them, make only the axis of the "
-            "reduction manual: jax.shard_map(..., axis_names=...)."
+            "state between steps, leave out specs. With one, make only the axis of the reduction "
+            "manual: jax.shard_map(..., axis_names=...)."
         )
     leaves, treedef = jax.tree.flatten(updates)
     cuts = tuple(Cut.of(spec, x.ndim) for spec, x in zip(specs, leaves, strict=True))

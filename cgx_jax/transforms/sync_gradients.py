@@ -224,8 +224,10 @@ class Sync:
         if self.precondition is not None:
             moments = self.precondition.init(params)
         codes = init_codes(known, choices, treedef, self.axis_name, self.mesh)
-        if bound and not (self.memory is None and self.precondition is None and codes == ()):
-            self._require_one_state(given)
+        overflow = init_overflow(self.memory, choices, treedef, self.axis_name, self.mesh)
+        whole = any(part != () for part in (codes, statistics, overflow))
+        if bound and not (self.memory is None and self.precondition is None and not whole):
+            self._require_one_state(given, whole)
         if self.mesh is not None and not bound:
             replicated = NamedSharding(self.mesh, PartitionSpec())
             step, skipped, statistics = lax.with_sharding_constraint(
@@ -236,21 +238,31 @@ class Sync:
                 codes = codes._replace(shared=shared)
             moments = lax.with_sharding_constraint(moments, replicated)
         remembered = init_memory(self.memory, params, self.axis_name, self.mesh, self.name)
-        overflow = init_overflow(self.memory, choices, treedef, self.axis_name, self.mesh)
         return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
 
-    def _require_one_state(self, params: Pytree) -> None:
-        """Raises ValueError if the devices of a rank would keep different states."""
+    def _require_one_state(self, params: Pytree, whole: bool) -> None:
+        """Raises ValueError if the devices of a rank would keep different states.
+
+        `whole` says that a part of the state needs whole leaves.
+        """
         listed = ", ".join(map(repr, self._names))
+        remedy = (
+            "Make only the axis of the reduction manual, jax.shard_map(..., "
+            f"axis_names={{{listed}}}), so that XLA shards the others"
+        )
+        if whole:
+            remedy = (
+                "Adaptive, and compressors that keep a state or count what found no room, need "
+                "whole gradients; use a fixed policy of other compressors"
+            )
+        elif self.dimensions is None:
+            remedy += ", and pass specs= with the parameters' PartitionSpecs"
         for leaf, x in zip(leaves_of(params), jax.tree.leaves(params), strict=True):
             if other := sorted(_compat.varying_axes(x) - {*self._names}):
                 raise ValueError(
                     f"{self.name}: parameter {leaf.path!r} is sharded over axis {other[0]!r}, too, "
                     "and devices that share a rank would keep different states, of which a "
-                    "checkpoint holds one. Make only the axis of the reduction manual, "
-                    f"jax.shard_map(..., axis_names={{{listed}}}), so that XLA shards the others, "
-                    "and pass specs= with the parameters' PartitionSpecs "
-                    "(docs/quickstart/hsdp.md)."
+                    f"checkpoint holds one. {remedy} (docs/quickstart/hsdp.md)."
                 )
 
     def update(
@@ -363,8 +375,8 @@ class Sync:
         if share.axes.world > 1:
             # What does not vary may still be known, such as the zeros of frozen parameters.
             pairs = zip(plan.leaves, leaves, strict=True)
-            own = [(a.path, x) for a, x in pairs if x.size and not _compat.is_filled(x)]
-            floats = [(path, x) for path, x in own if jnp.issubdtype(x.dtype, jnp.inexact)]
+            own = [(a, x) for a, x in pairs if jnp.size(x) and not _compat.is_filled(x)]
+            floats = [(a.path, x) for a, x in own if jnp.issubdtype(a.dtype, jnp.inexact)]
             share.axes.check_varying(self.name, floats)
         scales = scales_of(self.precondition, state.moments, share)
         before = by_leaf(state.memory, len(leaves))
