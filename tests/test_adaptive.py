@@ -155,6 +155,7 @@ def test_a_leaf_is_named_at_the_look_after_its_nan_and_not_again(sample_every):
     training.run(8)
     assert "cgx/nonfinite" not in policy.metrics()
     assert policy.metrics()["cgx/nonfinite_leaves"] == 0
+    assert float(training.state[0].statistics.nonfinite[1]) == 8 / sample_every
     training.run(8, grads=poisoned)
     training.run(8)
     assert [r.nonfinite for r in policy.history] == [(), (), ("small",), (), (), ("small",)]
@@ -221,6 +222,10 @@ def test_a_step_compiled_by_something_else_is_refused():
     training = Training(few())
     with pytest.raises(ValueError, match=r"write policy.jit\(step\) .* in place of jax.jit"):
         jax.jit(training.sharded())(gradients(0), training.state)
+    plain, inner = Training(few()), Training(few())
+    inner.step = inner.policy.jit(jax.jit(inner.sharded()))  # which follows the plan as well
+    jax.tree.map(np.testing.assert_array_equal, plain.run(10), inner.run(10))
+    assert inner.policy.history[0].outcome == "changed"
     lost = Training(few(warmup=1))
     step = lost.policy.jit(lambda g, s: lost.sharded()(g, s)[0])
     with pytest.raises(ValueError, match="holds no statistics; return the optimizer state"):

@@ -467,6 +467,11 @@ BAD = {
         "key=3 is no key",
         lambda v: psum(v, compressor=STOCHASTIC, key=3),
     ),
+    "a raw key of another generator": (
+        TypeError,
+        r"psum_compressed: key is uint32\[4\], but .* are uint32\[2\]; pass jax.random.wrap_key_d",
+        lambda v: psum(v, compressor=STOCHASTIC, key=jax.random.PRNGKey(0, impl="rbg")),
+    ),
     "several keys": (
         TypeError,
         r"psum_compressed: .*key is key<fry>\[3\], which are several keys; pass one",

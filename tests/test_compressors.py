@@ -260,6 +260,24 @@ def test_the_padding_of_chunks_does_not_count(c, n):
         lambda x: cgx_jax.psum_compressed(x, "data", c, exchange="xla"), ranks(4), out=P()
     )
     np.testing.assert_allclose(total(np.ones((4, n), np.float32)), np.full(n, 4), rtol=1e-6)
+    x = normal(n)
+    longer = np.append(x, np.repeat(c.filler(x), 7))
+    np.testing.assert_allclose(back(c, longer)[:n], back(c, x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("c", [ScaledSign(), OneBit()], ids=str)
+def test_a_last_chunk_that_is_shorter_loses_no_more_than_others(c):
+    x = np.zeros((4, 25), np.float32)
+    x[:, -1] = 1  # among the four values of the last chunk
+    total = on_ranks(
+        lambda x: cgx_jax.pmean_compressed(x, "data", c, exchange="xla"), ranks(4), out=P()
+    )
+    np.testing.assert_allclose(total(x)[-4:], 0.25, rtol=1e-6)
+
+
+def test_zeros_that_repeat_in_step_with_the_sample_have_a_bin_of_their_own():
+    x = np.where(np.arange(1 << 16) % 8, 0, normal(1 << 16))
+    assert not back(SketchML(), x)[x == 0].any()
 
 
 @pytest.mark.parametrize("c", [TernGrad(), SharedTernGrad()], ids=str)

@@ -57,6 +57,15 @@ def test_the_mode_works_under(f):
         run(f, X)
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint2", "float4_e2m1fn", "bool", "complex64"])
+def test_exact_leaves_of_any_dtype_are_compared(mesh, dtype):
+    x = jnp.asarray(np.arange(16).reshape(8, 2) % 2, dtype)
+    f = on_ranks(lambda x: cgx_jax.psum_compressed(x, "data", cgx_jax.Identity()), mesh)
+    want = run(f, x)
+    with cgx_jax.debug.debug_checksums():
+        np.testing.assert_array_equal(run(f, x), want)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
     def with_a_flipped_bit(x):

@@ -587,6 +587,27 @@ def test_a_state_of_other_options_is_refused(case):
         jax.eval_shape(update_of(tx, state), START, START, state)
 
 
+CASTS = {  # a part of the state, and what is said
+    "moved": (lambda s: s.moved, "state's moved is bfloat16"),
+    "outer": (lambda s: s.fragments[0].outer, "outer optimizer's state is bfloat16"),
+    "waiting": (lambda s: s.fragments[0].waiting, "reduction that waits is bfloat16"),
+}
+
+
+@pytest.mark.parametrize("part", CASTS)
+def test_a_state_that_was_cast_is_refused(part):
+    tx = wrapped(every=4, **LATE)
+    state, (get, says) = tx.init(START), CASTS[part]
+    own = {id(x) for x in jax.tree.leaves(get(state))}
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if id(x) in own else x, state)
+    with pytest.raises(ValueError, match=f"^diloco: .*{says}.*cast only parameters"):
+        jax.eval_shape(update_of(tx, state), START, START, cast)
+    own = jax.tree.map(lambda x: x[:1] if x.ndim else x, cast)  # a worker's rows
+    if part == "moved":
+        with pytest.raises(ValueError, match=f"^local_params: .*{says}"):
+            local_params(START, own)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_parameters_may_be_one_array(delay):
     tx = wrapped(every=2, delay=delay)

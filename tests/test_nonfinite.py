@@ -196,6 +196,18 @@ def test_python_numbers_stay_python_numbers(mesh, action):
 
     with cgx_jax.debug_nonfinite(action):
         run(on_ranks(f, mesh), {"kernel": gradients()["kernel"]})
+    with cgx_jax.debug_nonfinite("skip"):
+        bad = on_ranks(lambda x: psum({"x": x, "n": float("nan")})["n"] * x, mesh)
+        assert not np.asarray(run(bad, gradients()["kernel"])).any()
+
+
+def test_axes_that_are_left_to_xla_are_refused(mesh_2d):
+    f = jax.shard_map(
+        psum, mesh=mesh_2d, in_specs=jax.P("data"), out_specs=jax.P(), axis_names={"data"}
+    )
+    says = r"^psum_compressed: debug_nonfinite .* shards over axis 'model'; make all axes.*specs="
+    with cgx_jax.debug_nonfinite(), pytest.raises(ValueError, match=says):
+        jax.jit(f)(gradients()["kernel"])
 
 
 TRANSFORMED = {

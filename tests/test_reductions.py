@@ -210,6 +210,13 @@ def test_partial_sums_of_worlds_that_are_no_power_of_two(name, shape):
     check_reduction(Quantize(4, 64, "stochastic"), name, worlds=(5, 6, 7), shape=shape)
 
 
+@pytest.mark.parametrize("name", ["ring of Quantize", "tree of Quantize"])
+def test_partial_sums_of_three_ranks_under_vmap_are_those_of_devices(name):
+    x, call = normal(3, *SHAPE), functools.partial(psum, name)
+    got = jax.jit(jax.vmap(call, axis_name="data"))(x)
+    np.testing.assert_array_equal(got, on_ranks(call, ranks(3))(x))
+
+
 @pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
 @pytest.mark.parametrize("name", ["ring", "tree"])
 def test_partial_sums_are_rounded_with_noise_of_their_own(name, rounding):

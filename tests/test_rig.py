@@ -14,7 +14,7 @@ needs_link = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 # Every rank sends a byte to rank 0 and waits for the answer. Rank 0 then shows the links.
 SHOWS = """
-import os, socket, subprocess, time
+import os, socket, subprocess, sys, time
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 own = socket.gethostbyname(socket.gethostname())
 assert own == f"10.78.0.{rank + 1}"
@@ -30,6 +30,8 @@ if rank == 0:
         rig.shape(RESHAPE)
     tc = ["tc", "class", "show", "dev", "cgx_v0"]
     print(subprocess.run(tc, capture_output=True, text=True).stdout)
+    ip = ["ip", "-details", "link", "show", "cgx_v0"]
+    print(subprocess.run(ip, capture_output=True, text=True).stdout, file=sys.stderr)
 else:
     while True:
         with socket.socket() as end:
@@ -75,6 +77,9 @@ def test_ranks_reach_each_other_over_links_of_that_rate_and_delay(name):
     assert sorted(others) == [f"10.78.0.{rank + 1}" for rank in range(1, world)]
     assert shown in " ".join(tc)
     assert bool(tc) == bool(shown)
+    # htb sends a segment at once, so a segment is about what the link takes in 0.13 ms.
+    largest = {"rate 100Mbit": 2048, "rate 1Gbit": 16000, "": 65536}[shown]
+    assert f"gso_max_size {largest} " in done.stderr
 
 
 @needs_link
