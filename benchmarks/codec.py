@@ -5,11 +5,12 @@
 `ratio` is memcpy's time divided by the kernel's, for the same uncompressed bytes on one thread,
 measured in turns. The kernel's gain from a second thread stands beside memcpy's own gain; if that
 is small, memory is the limit and not the kernel.
-`#wrong` counts decoded values outside the stated error bound, and payload bytes that differ between
-instruction sets. `units` multiplies each value by its own unit, which is read as well; `factored`
-multiplies it by the units of its row and column. 100 MB of values do not fit the caches; --size 1M
-measures values that do. --codes are the codes other than the wire format, of values in buckets of
-512. Codes that select values keep 1 %, or 5 of every bucket.
+`#wrong` counts decoded values outside the stated error bound, and payload bytes that differ from
+those of the first instruction set; "-" stands for kernels that are only timed here. `units`
+multiplies each value by its own unit, which is read as well; `factored` multiplies it by the units
+of its row and column. 100 MB of values do not fit the caches; --size 1M measures values that do.
+--codes are the codes other than the wire format, of values in buckets of 512. Codes that select
+values keep 1 %, or 5 of every bucket.
 """
 
 import argparse
@@ -133,6 +134,9 @@ class Buffers:
         return int((abs(self.out.reshape(-1, BUCKET) - x) > bound[:, None]).sum())
 
 
+CHECKED = {"nearest": False, "stochastic": True, "decode": False}  # which encoding `wrong` checks
+
+
 class CodeBuffers:
     """The operands of the codes other than the wire format, and the calls on them."""
 
@@ -179,9 +183,8 @@ def code_sweep(
         for code in arguments.codes:
             row = {"isa": isa, "bits": 0, "kernel": code, "bytes": 4 * size}
             row |= {"reps": arguments.reps} | measured(buffers, code, arguments.reps)
-            wrong = int(
-                (buffers.out[code] != first.setdefault(code, buffers.out[code].copy())).sum()
-            )
+            wrong = int((buffers.out[code] != first[code]).sum()) if code in first else None
+            first.setdefault(code, buffers.out[code].copy())
             yield row | {"wrong": wrong}
 
 
@@ -215,7 +218,7 @@ def sweep(
         first: dict[bool, np.ndarray] = {}
         for isa in arguments.isas.split(",") if arguments.isas else kernels.isas():
             kernels.set_isa(isa)
-            wrong: dict[bool, int] = {}
+            wrong: dict[bool | None, int] = {}
             for stochastic in (False, True):
                 wrong[stochastic] = buffers.wrong(stochastic)
                 payload = buffers.payload[: buffers.row].copy()
@@ -223,7 +226,7 @@ def sweep(
                 wrong[stochastic] += int((payload != same).sum())
             for kernel in arguments.kernels:
                 row = {"isa": isa, "bits": bits, "kernel": kernel, "bytes": 4 * size}
-                row |= {"reps": arguments.reps, "wrong": wrong[kernel == "stochastic"]}
+                row |= {"reps": arguments.reps, "wrong": wrong.get(CHECKED.get(kernel))}
                 yield row | measured(buffers, kernel, arguments.reps)
 
 
@@ -235,7 +238,7 @@ def show(row: dict[str, Any]) -> None:
     print(
         f"{row['isa']:>8} {row['bits'] or '':>4} {row['kernel']:>25} {row['seconds'] * 1e3:>8.2f}"
         f" {row['algbw'] / 1e9:>6.1f}  {spread('ratio')}  {spread('threads')}"
-        f" {row['copy_threads'][1]:5.2f} {row['wrong']:>6}",
+        f" {row['copy_threads'][1]:5.2f} {'-' if row['wrong'] is None else row['wrong']:>6}",
         flush=True,
     )
 

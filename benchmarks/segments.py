@@ -2,8 +2,8 @@
 
     python benchmarks/segments.py --world 4 --rate 1gbit --sizes 25M
 
-Every repeat times all settings one after the other. `ratio` is the defaults' time divided by the
-setting's time in the same repeat (median and quartiles).
+Every repeat times all settings one after the other, each by the best of three calls. `ratio` is the
+defaults' time divided by the setting's time in the same repeat (median and quartiles).
 """
 
 import argparse

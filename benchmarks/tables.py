@@ -6,6 +6,7 @@ A table stands between <!-- table:NAME --> and <!-- end -->. One that was measur
 wire format says so.
 """
 
+import argparse
 import itertools
 import re
 import sys
@@ -906,6 +907,7 @@ def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> Iterator
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for path in TEXTS:
         path.write_text("".join(filled(path.read_text())))
     return 0

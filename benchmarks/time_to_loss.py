@@ -53,6 +53,8 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=10, help="steps of DiLoCo's rounds")
     parser.add_argument("--few", type=int, default=10, help="steps of exact runs below 50 Mbit/s")
     arguments = parser.parse_args()
+    if min(arguments.steps, arguments.few, arguments.every) < 5:
+        parser.error("--steps, --few and --every must be at least 5")
     if rank_of_process() is None:
         for rate in arguments.rates.split(";"):
             command = measure.command(arguments, rates=rate)

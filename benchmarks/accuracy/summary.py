@@ -5,6 +5,7 @@ The results are in benchmarks/results/accuracy.
     python benchmarks/accuracy/summary.py
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -210,6 +211,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for path in TEXTS:
         path.write_text("".join(tables.filled(path.read_text(), TABLES)))
     return 0

@@ -101,7 +101,11 @@ def muon(steps: int) -> optax.GradientTransformation:
     )
 
 
-DILOCO = {"exact": Configuration(), "exact, rate × 2": Configuration(rate=2.0)}
+DILOCO = {
+    "exact": Configuration(),
+    "exact, rate × 2": Configuration(rate=2.0),
+    "exact, rate × 4": Configuration(rate=4.0),
+}
 for every in (8, 32, 100):
     DILOCO |= {
         f"DiLoCo, every {every}": diloco(every),

@@ -187,7 +187,7 @@ class Adaptive(Policy):
     def jit(self, step: Callable[..., Pytree], **options: Any) -> Callable[..., Pytree]:
         """`jax.jit(step, **options)`, compiled once per plan, with looks at the statistics.
 
-        `step` must not be jitted itself (shard_map is fine). Its result must hold the state of
+        `step` may be jitted already, in whole or in part. Its result must hold the state of
         `sync_gradients` somewhere.
         """
         return TrainingLoop(self).jit(step, **options)

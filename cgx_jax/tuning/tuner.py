@@ -114,7 +114,7 @@ class Tuner(Chooser):
     def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Returns `jax.jit(step, **options)`, compiled for each setting that is tried.
 
-        `step` must not be jitted itself (shard_map is fine). A tuner is for one step.
+        A tuner is for one step, which may be jitted already, in whole or in part.
         """
         if self._used:
             raise ValueError("Tuner: this tuner has a step already; make another Tuner.")
