@@ -1,6 +1,6 @@
 """Trains with few bits, with many, and with few where Accordion finds that they do no harm.
 
-    python benchmarks/critical_phases.py
+    python benchmarks/critical_phases.py --json benchmarks/results/critical_phases.jsonl
 
 A small network predicts the next byte of the standard library's source from the 8 bytes before it.
 Its learning rate falls to a tenth after two thirds of the steps. All runs of a seed start from the
@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import cgx_jax
 import corpus
+import measure
 from cgx_jax.policies import Accordion, Uniform
 
 WORLD = 4
@@ -143,11 +144,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--seeds", type=int, default=5)
+    measure.add_json_option(parser)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
     mesh = jax.make_mesh((WORLD,), ("data",))
     text, _ = corpus.load()
+    rows = []
     for name, policy in policies(arguments.steps).items():
         training = Training(policy, mesh, arguments.steps)
         runs = []
@@ -155,10 +158,11 @@ def main() -> None:
             batches = corpus.windows(text, arguments.steps, 64 * WORLD, CONTEXT, seed)
             runs.append(training.run(batches, seed))
         losses = np.array([r.final_loss for r in runs])
-        spread = f" ± {losses.std(ddof=1):.4f}" if len(runs) > 1 else ""
-        bits = np.mean([r.bits.mean() for r in runs])
-        sent = np.mean([r.sent_bytes for r in runs]) / 1e6
-        print(f"{name}: {bits:.2f} bits per value, {sent:.1f} MB, loss {losses.mean():.4f}{spread}")
+        bits = float(np.mean([r.bits.mean() for r in runs]))
+        sent = float(np.mean([r.sent_bytes for r in runs]))
+        rows.append({"way": name, "bits": bits, "sent_bytes": sent, "losses": losses.tolist()})
+        print(f"{name}: {bits:.2f} bits per value, {sent / 1e6:.1f} MB, loss {losses.mean():.4f}")
+    measure.write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

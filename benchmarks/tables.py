@@ -722,6 +722,15 @@ def compile_time_codes() -> str:
     return table(["reduction", "seconds"], body)
 
 
+def critical_phases() -> str:
+    body = []
+    for row in rows("critical_phases"):
+        losses = np.array(row["losses"])
+        loss = f"{losses.mean():.4f} ± {losses.std(ddof=1):.4f}"
+        body.append([row["way"], f"{row['bits']:.2f}", f"{row['sent_bytes'] / 1e6:.1f}", loss])
+    return table(["widths", "bits per value", "MB sent", "training loss"], body)
+
+
 def small_leaves() -> str:
     """The milliseconds of the sums of many small leaves, one by one and together."""
     body = []
@@ -852,6 +861,7 @@ TABLES: dict[str, Callable[[], str]] = {
         codec,
         compile_time,
         compile_time_codes,
+        critical_phases,
         delayed,
         fsdp_speed,
         gather_sum_mpi,

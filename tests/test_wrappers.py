@@ -286,11 +286,11 @@ def test_injected_learning_rates_and_seeds_are_those_that_were_given():
     [
         (
             lambda: optax.inject_hyperparams(cgx_jax.sync_gradients)("data", mesh=MESH),
-            "sync_gradients: mesh=.* is not a jax.sharding.Mesh.* inject the optimizer after it",
+            "sync_gradients: mesh=.* is not a jax.sharding.Mesh.* inject the optimizer beside it",
         ),
         (
             lambda: optax.inject_hyperparams(cgx_jax.sync_gradients)(0),
-            "sync_gradients: axis_name=.* is an array, not a name.* inject the optimizer after it",
+            "sync_gradients: axis_name=.* is an array, not a name.* inject the optimizer beside it",
         ),
         (
             lambda: optax.inject_hyperparams(lambda x: sync(memory=ErrorFeedback(x)))(x=0.5),

@@ -24,7 +24,6 @@ from cgx_jax.policies.statistics import Statistics
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import Moments, SecondMoment
 from cgx_jax.transforms.state import (
-    CALLER,
     Choices,
     CodeState,
     SyncState,
@@ -109,16 +108,18 @@ def check_paths(caller: str, plan: Plan, leaves: Sequence[Leaf]) -> None:
             )
 
 
-def check_statistics(statistics: Pytree, policy: Adaptive, leaves: Sequence[Leaf]) -> None:
+def check_statistics(
+    caller: str, statistics: Pytree, policy: Adaptive, leaves: Sequence[Leaf]
+) -> None:
     """Raises ValueError for statistics of another policy or of other leaves."""
     expected = jax.eval_shape(lambda: policy.empty_statistics(leaves))
     found, wanted = ([list(x.shape) for x in jax.tree.leaves(t)] for t in (statistics, expected))
     if found != wanted:
         raise ValueError(
-            f"{CALLER}: the state holds statistics of shapes {found}, but the policy keeps "
+            f"{caller}: the state holds statistics of shapes {found}, but the policy keeps "
             f"{wanted} for these leaves; {_OTHER_OPTIONS}"
         )
-    require_dtypes(CALLER, "statistics", statistics, expected)
+    require_dtypes(caller, "statistics", statistics, expected)
 
 
 def require_whole(caller: str, state: SyncState) -> None:

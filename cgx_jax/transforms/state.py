@@ -368,6 +368,7 @@ def init_overflow(
     treedef: jax.tree_util.PyTreeDef,
     axis_name: AxisName,
     mesh: Mesh | AbstractMesh | None,
+    caller: str,
 ) -> Pytree:
     """Returns the counts before the first step; () if codes always have room, or no memory."""
     if memory is None or not any(c.has_rooms for some in choices for c in some):
@@ -376,7 +377,7 @@ def init_overflow(
     def none() -> Pytree:
         return jax.tree.unflatten(treedef, [jnp.zeros((), jnp.int32)] * treedef.num_leaves)
 
-    return rows_of(none, axis_name, mesh, CALLER)
+    return rows_of(none, axis_name, mesh, caller)
 
 
 def init_codes(
@@ -385,6 +386,7 @@ def init_codes(
     treedef: jax.tree_util.PyTreeDef,
     axis_name: AxisName,
     mesh: Mesh | AbstractMesh | None,
+    caller: str,
 ) -> Pytree:
     """Returns the compressors' states before the first step; () if none has state."""
     if not any(has_state(c, x) for x, some in zip(leaves, choices, strict=True) for c in some):
@@ -402,7 +404,7 @@ def init_codes(
         ]
         return jax.tree.unflatten(treedef, made)
 
-    return CodeState(rows_of(lambda: states(False), axis_name, mesh, CALLER), states(True))
+    return CodeState(rows_of(lambda: states(False), axis_name, mesh, caller), states(True))
 
 
 def _of_choices(states: Sequence[Pytree]) -> Pytree:
@@ -430,6 +432,7 @@ def codes_by_leaf(
 
 
 def codes_after(
+    caller: str,
     old: Pytree,
     states: list[Pytree],
     plan: Plan,
@@ -449,7 +452,7 @@ def codes_after(
     for i, (compressor, leaf) in enumerate(zip(plan.compressors, plan.leaves, strict=True)):
         state = keep(states[i], before[i])
         if compressor.shares_state:
-            _check_shared(compressor, leaf.path, state, axes)
+            _check_shared(caller, compressor, leaf.path, state, axes)
         else:
             state = as_rows(axes, state)
         kept = shared if compressor.shares_state else own
@@ -459,12 +462,14 @@ def codes_after(
     return CodeState(jax.tree.unflatten(treedef, own), jax.tree.unflatten(treedef, shared))
 
 
-def _check_shared(compressor: Compressor, path: str, state: Pytree, axes: Axes) -> None:
+def _check_shared(
+    caller: str, compressor: Compressor, path: str, state: Pytree, axes: Axes
+) -> None:
     for x in jax.tree.leaves(state):
         varying = _compat.varying_axes(x) & frozenset(axes.names)
         if varying:
             raise ValueError(
-                f"{CALLER}: {compressor} of leaf {path!r} says that ranks share its state "
+                f"{caller}: {compressor} of leaf {path!r} says that ranks share its state "
                 f"(shares_state), but its state differs over axis {min(varying)!r}; compute it "
                 "only from sums over the ranks, or set shares_state to False."
             )

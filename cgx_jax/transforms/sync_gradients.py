@@ -177,7 +177,7 @@ class Sync:
     name: str = CALLER
 
     def __post_init__(self) -> None:
-        check_options(self.axis_name, self.mesh)
+        check_options(self.name, self.axis_name, self.mesh)
         if not isinstance(self.policy, Plan | Stages):
             require_policy(self.name, self.policy)
         ways_named(self.name, **self.how)
@@ -223,8 +223,9 @@ class Sync:
             known, choices = list(plans[0].leaves), _choices(plans)
         if self.precondition is not None:
             moments = self.precondition.init(params)
-        codes = init_codes(known, choices, treedef, self.axis_name, self.mesh)
-        overflow = init_overflow(self.memory, choices, treedef, self.axis_name, self.mesh)
+        rows: tuple[Any, ...] = (self.axis_name, self.mesh, self.name)
+        codes = init_codes(known, choices, treedef, *rows)
+        overflow = init_overflow(self.memory, choices, treedef, *rows)
         whole = any(part != () for part in (codes, statistics, overflow))
         if bound and not (self.memory is None and self.precondition is None and not whole):
             self._require_one_state(given, whole)
@@ -237,7 +238,7 @@ class Sync:
                 shared = lax.with_sharding_constraint(codes.shared, replicated)
                 codes = codes._replace(shared=shared)
             moments = lax.with_sharding_constraint(moments, replicated)
-        remembered = init_memory(self.memory, params, self.axis_name, self.mesh, self.name)
+        remembered = init_memory(self.memory, params, *rows)
         return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
 
     def _require_one_state(self, params: Pytree, whole: bool) -> None:
@@ -412,7 +413,9 @@ class Sync:
             finite = finite_everywhere(share, means, skipped)
         out = [as_gradient(x, leaf.dtype) for x, leaf in zip(means, plan.leaves, strict=True)]
         rows, no_room = remembered(self.memory, share, wanted, kept, sums, out, finite)
-        codes = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
+        codes = codes_after(
+            self.name, state.codes, sums.states, plan, choices, treedef, axes, finite
+        )
         if self.precondition is not None and share.taken.compressed:
             moments, finite = moved(self.precondition, moments, share, means, state.step, finite)
         measured = state.statistics
@@ -441,7 +444,7 @@ class Sync:
         expected = Expected(self.name, plan.leaves, treedef, remedy)
         check_state(state, expected, self.memory, self.precondition, choices, share.shapes)
         if isinstance(self.policy, Adaptive):
-            check_statistics(state.statistics, self.policy, plan.leaves)
+            check_statistics(self.name, state.statistics, self.policy, plan.leaves)
         if self.memory is not None:
             pairs = zip(plan.leaves, choices, strict=True)
             require_bounded(self.name, [(leaf.path, c) for leaf, some in pairs for c in some])

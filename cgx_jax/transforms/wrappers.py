@@ -12,21 +12,19 @@ from jax.sharding import AbstractMesh, Mesh
 from cgx_jax._types import AxisName
 from cgx_jax.axes import names_of
 
-_NAME = "sync_gradients"
 _INJECT = (
     "optax.inject_hyperparams turns numbers into arrays and callables into schedules; inject the "
-    "optimizer after it instead: optax.chain(sync_gradients(...), "
-    "optax.inject_hyperparams(optax.adam)(learning_rate=...))."
+    "optimizer beside it instead, such as optax.inject_hyperparams(optax.adam)(learning_rate=...)."
 )
 
 
-def check_options(axis_name: AxisName, mesh: Mesh | AbstractMesh | None) -> None:
+def check_options(caller: str, axis_name: AxisName, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises TypeError for an option that `optax.inject_hyperparams` turned into something else."""
     names = names_of(axis_name)
     if any(isinstance(n, jax.Array) for n in names):
-        raise TypeError(f"{_NAME}: axis_name={axis_name!r} is an array, not a name. {_INJECT}")
+        raise TypeError(f"{caller}: axis_name={axis_name!r} is an array, not a name. {_INJECT}")
     if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise TypeError(f"{_NAME}: mesh={mesh!r} is not a jax.sharding.Mesh. {_INJECT}")
+        raise TypeError(f"{caller}: mesh={mesh!r} is not a jax.sharding.Mesh. {_INJECT}")
 
 
 def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
