@@ -861,7 +861,6 @@ TABLES: dict[str, Callable[[], str]] = {
         codec,
         compile_time,
         compile_time_codes,
-        critical_phases,
         delayed,
         fsdp_speed,
         gather_sum_mpi,

@@ -207,6 +207,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "adaptive": adaptive,
     "where_lost": where_lost,
     "step_size": step_size,
+    "critical_phases": tables.critical_phases,
 }
 
 
