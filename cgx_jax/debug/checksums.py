@@ -28,8 +28,8 @@ def debug_checksums() -> Iterator[None]:
     This finds a broken build, link or memory. If bits differ between ranks, the step fails with a
     RuntimeError (under jit inside a JaxRuntimeError) that names the call, the axis and the ranks.
     The check costs a pass over the result and an exchange of 8 bytes. Beside explicit axes that are
-    not manual, nothing is compared. Clears JAX's caches on entry
-    and on exit, so that functions compiled outside are traced again.
+    not manual, nothing is compared. Clears JAX's caches on entry and on exit, so that functions
+    compiled outside are traced again.
     """
     global _enabled
     before, _enabled = _enabled, True

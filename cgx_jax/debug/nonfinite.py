@@ -113,7 +113,7 @@ def watch(
         raise ValueError(
             f"{call.caller}: debug_nonfinite reports from single devices, which XLA refuses while "
             f"it shards over axis {rest[0]!r}; make all axes of the mesh manual here. "
-            "sync_gradients and diloco do so with specs=."
+            "sync_gradients, diloco and value_and_grad do so with specs=."
         )
     hidden = [i for i in floats if i not in call.carried]
     out = _counted(after, floats)

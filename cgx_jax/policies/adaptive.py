@@ -201,9 +201,9 @@ class Adaptive(Policy):
         """Chooses a plan from statistics that were asked for `LAG` steps ago."""
         if not self._compared:
             kept = self.state_dict() if self._saved or self.progress.step else None
-            begun = [self.warmup, self.every, self.sample_every, self.decay, kept]
+            begun = self.warmup, self.every, self.sample_every, self.decay, json.dumps(kept)
             _require_same(
-                json.dumps(begun).encode(),
+                str(begun).encode(),
                 "the options, or what load_state_dict has set,",
                 "give every process the same ones before its first step",
             )

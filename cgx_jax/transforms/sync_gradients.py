@@ -376,7 +376,8 @@ class Sync:
         if share.axes.world > 1:
             # What does not vary may still be known, such as the zeros of frozen parameters.
             pairs = zip(plan.leaves, leaves, strict=True)
-            own = [(a, x) for a, x in pairs if jnp.size(x) and not _compat.is_filled(x)]
+            own = [(a, x) for a, x in pairs if isinstance(x, jax.core.Tracer)]
+            own = [(a, x) for a, x in own if x.size and not _compat.is_filled(x)]
             floats = [(a.path, x) for a, x in own if jnp.issubdtype(a.dtype, jnp.inexact)]
             share.axes.check_varying(self.name, floats)
         scales = scales_of(self.precondition, state.moments, share)
