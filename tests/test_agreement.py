@@ -21,8 +21,8 @@ ADAPTIVE = """
 SCALE = {"large": 10, "small": 0.01}
 LIKE = {k: jnp.zeros((30, 1001)) for k in SCALE}
 
-def train(solver, steps, damage=False, saved=None, every=4, **options):
-    policy = cgx_jax.Adaptive(solver, warmup=2, every=every, sample_every=1, **options)
+def train(solver, steps, damage=False, saved=None, period=4, **options):
+    policy = cgx_jax.Adaptive(solver, warmup=2, every=period, sample_every=1, **options)
     if saved is not None:
         policy.load_state_dict(saved)
     tx = cgx_jax.sync_gradients(
@@ -66,7 +66,7 @@ except ValueError as error:
     assert "statistics of processes [1] differ from those of process 0" in str(error), error
 else:
     raise AssertionError("processes whose statistics differ must all fail")
-for options in ({"every": 4 + rank}, {"saved": policy.state_dict() if rank else None}):
+for options in ({"period": 4 + rank}, {"saved": policy.state_dict() if rank else None}):
     try:
         train(None, 2, **options)
     except ValueError as error:
