@@ -121,7 +121,7 @@ class SketchML(PayloadCompressor):
         edges, search = seen[at], functools.partial(jnp.searchsorted, method="compare_all")
         # All copies of a quantile take the bin of the one in their middle.
         middle = (search(seen, edges, side="left") + search(seen, edges, side="right") - 1) // 2
-        tie = search(jnp.asarray(at), middle, side="right")
+        tie = search(jnp.asarray(at, np.int32), middle.astype(np.int32), side="right")
         code = search(edges, flat, side="left")
         edge = jnp.minimum(code, self.bins - 2)
         code = jnp.where(flat == edges[edge], tie[edge], code)
