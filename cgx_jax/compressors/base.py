@@ -217,7 +217,7 @@ class PayloadCompressor(Compressor):
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum", "ring", "tree")
 
     def filler(self, chunk: jax.Array) -> jax.Array:
-        """Returns what fills up a short chunk f32[n]: 0, or a value that changes no mean, f32[]."""
+        """Returns what fills up a short chunk f32[n], n > 0: 0, or what changes no mean, f32[]."""
         return jnp.zeros((), jnp.float32)
 
     def approximate(self, x: jax.Array, *, key: Key = None) -> jax.Array:

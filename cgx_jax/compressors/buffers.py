@@ -167,8 +167,8 @@ class _ChunksLeafByLeaf(ChunkCode):
         """Returns fp32[world, run]; both phases encode this dtype, so payloads are alike."""
         run, flat = self._run(x.size), jnp.ravel(x).astype(jnp.float32)
         if missing := run * self.world - x.size:
-            last = flat[(x.size - 1) // run * run :] if x.size else flat
-            flat = jnp.pad(flat, (0, missing), constant_values=code.filler(last))
+            fill = code.filler(flat[(x.size - 1) // run * run :]) if x.size else 0.0
+            flat = jnp.pad(flat, (0, missing), constant_values=fill)
         return flat.reshape(self.world, run)
 
     def _sent(self, sent: Sent) -> list[jax.Array]:

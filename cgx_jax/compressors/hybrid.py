@@ -109,7 +109,7 @@ class SketchML(PayloadCompressor):
         return buckets.rounded(jnp.broadcast_to(most, value.shape), x)
 
     def filler(self, chunk: jax.Array) -> jax.Array:
-        return chunk[-1] if chunk.size else super().filler(chunk)
+        return chunk[-1]
 
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)

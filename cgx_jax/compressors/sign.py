@@ -117,7 +117,7 @@ class ScaledSign(buckets.Bucketed):
         return 8 * (packed_bytes(n, 1) + 4 * buckets.count(n, self.bucket_size))
 
     def filler(self, chunk: jax.Array) -> jax.Array:
-        return self._scale(chunk)[-1, 0] if chunk.size else super().filler(chunk)
+        return self._scale(chunk)[-1, 0]
 
     def _scale(self, x: ArrayLike) -> jax.Array:
         here = buckets.filled(jnp.size(x), self.bucket_size).sum(axis=1, keepdims=True)
@@ -159,8 +159,8 @@ class OneBit(buckets.Bucketed):
         return 8 * (packed_bytes(n, 1) + 8 * buckets.count(n, self.bucket_size))
 
     def filler(self, chunk: jax.Array) -> jax.Array:
-        low, high = self._means(chunk)[-1] if chunk.size else (super().filler(chunk),) * 2
-        return jnp.where((chunk[-1:] < 0).all(), low, high)  # a mean of some of its values
+        low, high = self._means(chunk)[-1]
+        return jnp.where(chunk[-1] < 0, low, high)  # the mean of the last value's side
 
     def _means(self, x: ArrayLike) -> jax.Array:
         """Returns each bucket's means of negative values and of the others, f32[buckets, 2]."""

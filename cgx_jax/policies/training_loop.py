@@ -14,7 +14,7 @@ from cgx_jax.host import agreement
 
 clock = time.perf_counter
 
-# JAX traces anew within another value, so no part of a step that is jitted keeps an earlier choice.
+# Under a new value, JAX traces again what is jitted, so no part of a step keeps an earlier choice.
 _choice = jax.make_user_context()
 
 
