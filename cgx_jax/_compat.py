@@ -206,12 +206,28 @@ def is_computed(x: object) -> bool:
     return False
 
 
-def is_filled(x: object) -> bool:
-    """Whether the traced function fills `x` with a number that it is given, such as 0."""
-    equation = getattr(x, "parent", None)
-    if equation is None or equation.primitive.name != "broadcast_in_dim":
-        return False
-    return all(y.ndim == 0 and getattr(y, "parent", None) is None for y in equation.in_tracers)
+def is_filled(x: object, axes: Sequence[str]) -> bool:
+    """Whether the traced function computes `x` from numbers alone, such as 0, on each rank.
+
+    False if JAX does not say, and for what ranks of `axes` have computed together.
+    """
+    todo: list[Any] = [x]
+    seen: set[int] = set()
+    while todo:
+        y = todo.pop()
+        equation = getattr(y, "parent", None)
+        if equation is None:
+            if y is x or getattr(y, "ndim", True):
+                return False
+        elif id(equation) not in seen:
+            seen.add(id(equation))
+            places = "sharding", "mesh"
+            given = equation.params.items()
+            names = repr([v for k, v in given if not any(place in k for place in places)])
+            if any(repr(axis) in names for axis in axes):
+                return False
+            todo += equation.in_tracers
+    return True
 
 
 def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:

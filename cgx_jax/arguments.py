@@ -37,10 +37,6 @@ def store_whole(config: Any, name: str, low: int | None = None, high: int | None
     return number
 
 
-def _raw_key() -> jax.Array:
-    return jax.random.key_data(jax.random.key(0))
-
-
 def check_key(caller: str, key: Key) -> None:
     """Raises TypeError unless `key` is None or one key, typed or of raw data."""
     dtype: Any = getattr(key, "dtype", bool)
@@ -50,7 +46,9 @@ def check_key(caller: str, key: Key) -> None:
             f"{caller}: key is {dtype}{list(np.shape(key))}, which are several keys; pass one."
         )
     raw = dtype == np.uint32 and np.ndim(key) == 1
-    if raw and np.shape(key) != (default := jax.eval_shape(_raw_key).shape):
+    # A new function each time: JAX would keep the shape of an earlier default generator.
+    default = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape if raw else ()
+    if raw and np.shape(key) != default:
         raise TypeError(
             f"{caller}: key is uint32{list(np.shape(key))}, but raw keys of the default generator "
             f"are uint32{list(default)}; pass jax.random.wrap_key_data(key, impl=...)."

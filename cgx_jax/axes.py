@@ -182,12 +182,11 @@ class Axes:
                     f"{where} does not vary over axis {missing[0]!r}, so every rank "
                     "holds the same value: it is already reduced, or was never split. Under "
                     "check_vma, jax.grad of a replicated parameter inserts its own uncompressed "
-                    "psum. Either make the parameters vary before jax.grad: params = jax.tree.map("
+                    "psum. Either make the parameters vary before jax.grad, those that are frozen "
+                    "too: params = jax.tree.map("
                     f"lambda p: jax.lax.pcast(p, {missing[0]!r}, to='varying'), "
                     "params). Or wrap them in "
-                    "cgx_jax.reduce_in_backward(params, axis_name) and drop this call. On an "
-                    "explicit mesh, outside of shard_map, differentiate at cgx_jax.reduced(params, "
-                    "axis_name, policy), with the policy of this call."
+                    "cgx_jax.reduce_in_backward(params, axis_name) and drop this call."
                 )
 
     def sum(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:

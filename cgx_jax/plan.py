@@ -16,6 +16,7 @@ from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.leaves import Leaf, is_bare, leaves_of, operand_of
 from cgx_jax.policies.rules import DEFAULT, Policy, Uniform
+from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions.named import reduction_of
 
 
@@ -160,6 +161,15 @@ def resolve(
     if not adapts:
         _require_static(caller, policy)
     return _planned(leaves, _choose(caller, leaves, policy, is_bare(tree)), fusion_bytes)
+
+
+def lossy_leaves(
+    caller: str, tree: Pytree, policy: Compressor | Policy | Plan | Stages | None
+) -> set[int]:
+    """Returns the numbers of the leaves that a policy compresses, in any of its stages."""
+    stages = policy.policies if isinstance(policy, Stages) else (policy,)
+    plans = [resolve(caller, tree, stage, adapts=True) for stage in stages]
+    return {i for plan in plans for i, c in enumerate(plan.compressors) if not c.lossless}
 
 
 def _check_dtypes(caller: str, leaves: Sequence[Leaf]) -> None:

@@ -457,11 +457,13 @@ def raises():
 
 
 def unawaited():
-    """A process may end while its last call is under way."""
+    """Processes may end while calls are under way, also those that another one waits for."""
     mesh = mesh_of(data=WORLD)
-    x, step = place(mesh, normal(WORLD, 500_000)), dispatched(mesh)
+    x, step = place(mesh, normal(WORLD, 1_000_000)), dispatched(mesh)
     jax.block_until_ready(step(x))
-    step(x)
+    calls = [step(x) for _ in range(12)]  # which last longer than others wait for one that has left
+    if RANK == 0:
+        jax.block_until_ready(calls)
 
 
 def started():

@@ -541,8 +541,30 @@ def test_a_weight_that_is_no_number_shows():
     assert np.isnan(weighted({"w": x}, (1, np.nan, 1))["w"]).all()
 
 
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    "outer",
+    [
+        optax.inject_hyperparams(optax.sgd)(lambda _: 0.5, momentum=0.9),
+        optax.contrib.prodigy(learning_rate=0.5),
+    ],
+    ids=["schedule", "prodigy"],
+)
+def test_an_outer_optimizer_may_widen_its_state(every, outer):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), START)
+    tx = wrapped(every=every, outer=outer)
+    states = [tx.init(params)]
+    zeros = jax.tree.map(lambda x: jnp.zeros((WORLD, *x.shape), x.dtype), params)
+    step = with_state(lambda p, g, s: tx.update(first(g), s, p), MESH, states[0], P(), RANKS)
+    for _ in range(4):
+        states.append(jax.jit(step)(params, zeros, states[-1])[1])
+    kinds = [[x.dtype for x in jax.tree.leaves(state)] for state in states]
+    assert all(kind == kinds[0] for kind in kinds)
+
+
 def test_momentum_of_integers_is_refused():
-    with pytest.raises(ValueError, match=r"diloco: the outer optimizer .* leaf 'n' int32\[3\]"):
+    with pytest.raises(ValueError, match=r"diloco: .*outer optimizer .* leaf 'n' int32\[3\]"):
         wrapped(every=2).init(dict(START, n=jnp.arange(3)))
 
 

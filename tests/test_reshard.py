@@ -469,7 +469,10 @@ def split_over_the_axis():
 
 def sync_of(spec, state=lambda s: s, **options):
     tx = cgx_jax.sync_gradients("data", Q8, **options)
-    x = jax.device_put(np.ones((64, 64)), NamedSharding(jax.sharding.get_mesh(), spec))
+    if spec.unreduced:
+        x = unreduced(np.ones((4, 64, 64), np.float32), spec)
+    else:
+        x = jax.device_put(np.ones((64, 64)), NamedSharding(jax.sharding.get_mesh(), spec))
     tx.update({"w": x}, state(tx.init({"w": x})))
 
 
@@ -513,14 +516,22 @@ WRONG = {
     ),
     "reduced already": (
         lambda: sync_of(P()),
-        r"sync_gradients: leaf 'w' does not vary over axis 'data'.*cgx_jax.reduced\(params",
+        r"sync_gradients: leaf 'w' is reduced already.*cgx_jax.reduced\(params",
     ),
     "sharded gradient": (lambda: sync_of(P("data")), "sync_gradients.*'w'.*must be unreduced"),
     "replicated memory": (
-        lambda: sync_of(P(), everywhere, memory=cgx_jax.ErrorFeedback()),
+        lambda: sync_of(P(unreduced=D), everywhere, memory=cgx_jax.ErrorFeedback()),
         "sync_gradients: an array of the state with a row for each rank is .*state_shardings",
     ),
 }
+
+
+@pytest.mark.parametrize("policy", [Identity(), Rules([Rule(Identity(), path="w")], Q8)])
+def test_gradients_that_no_code_is_for_are_those_that_jax_has_summed(two, policy):
+    x = jax.device_put(np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32), P())
+    tx = cgx_jax.sync_gradients("data", policy)
+    mean, _ = tx.update({"w": x}, tx.init({"w": x}))
+    np.testing.assert_array_equal(mean["w"], x)
 
 
 @pytest.mark.parametrize("case", WRONG)

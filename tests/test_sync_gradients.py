@@ -14,6 +14,7 @@ import cgx_jax
 import optax_steps
 from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment
 from cgx_jax.compressors import PowerSGD
+from cgx_jax.policies import Stages
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import Moments
 from cgx_jax.transforms.sync_gradients import SyncState
@@ -326,6 +327,50 @@ def test_gradients_that_jax_has_summed_are_refused_though_all_leaves_are_exact(m
         says = r"'w' does not vary over axis 'data'|'v' does not vary.*Either make the param"
         with pytest.raises(ValueError, match=says):
             on_ranks(functools.partial(step, varying=varying), ranks(4))(x)
+
+
+FROZEN = {  # what becomes of the gradients before they are reduced
+    "as they are": lambda grads: grads,
+    "scaled": lambda grads: jax.tree.map(lambda g: g / 2 * 2, grads),
+    "cast": lambda grads: jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads),
+    "added up": lambda grads: jax.tree.map(lambda a, b: (a + b) / 2, grads, grads),
+    "clipped": lambda grads: jax.tree.map(lambda g: jnp.clip(g, -9, 9), grads),
+}
+
+
+@pytest.mark.parametrize("specs", [False, True], ids=["whole", "specs"])
+@pytest.mark.parametrize(
+    "policy", [Identity(), Stages((Identity(), Cast(jnp.float16)), (9,))], ids=["exact", "stages"]
+)
+@pytest.mark.parametrize("then", FROZEN.values(), ids=FROZEN)
+def test_zeros_of_frozen_parameters_need_not_vary_but_sums_of_jax_are_seen(then, policy, specs):
+    mesh = Mesh(np.reshape(jax.devices()[:8], (4, 2)), ("data", "model"))
+    like = {"frozen": np.ones(4, np.float32), "w": np.ones(4, np.float32)}
+    at = {"frozen": P("model"), "w": P()} if specs else None
+    tx = cgx_jax.sync_gradients("data", policy, mesh=mesh, exchange="xla", specs=at)
+
+    def step(params, x, state, cast):
+        if cast:
+            params = params | {"w": jax.lax.pcast(params["w"], "data", to="varying")}
+        loss = lambda p: (x * p["w"] * jax.lax.stop_gradient(p["frozen"])).sum()  # noqa: E731
+        return tx.update(then(jax.grad(loss)(params)), state)[0]
+
+    def run(cast):
+        mapped = jax.shard_map(
+            functools.partial(step, cast=cast),
+            mesh=mesh,
+            in_specs=(P(), P("data"), P()),
+            out_specs=P(),
+            axis_names={"data"},
+        )
+        with jax.set_mesh(mesh):
+            return jax.jit(mapped)(like, np.ones((4, 4), np.float32), tx.init(like))
+
+    means = run(True)
+    np.testing.assert_array_equal(means["w"], 1)
+    np.testing.assert_array_equal(means["frozen"], 0)
+    with pytest.raises(ValueError, match="sync_gradients: leaf 'w' does not vary over axis 'data'"):
+        run(False)
 
 
 @pytest.mark.parametrize(

@@ -469,6 +469,11 @@ def in_turns(one):
     return lambda x: lax.map(one, x).mean()
 
 
+def mapped(one):
+    """A mean over examples that see each other by the name of an axis of vmap."""
+    return lambda x: jax.vmap(one, axis_name="b")(x).mean()
+
+
 def remembered(x):
     ref = jax.new_ref(jnp.zeros(()))
     ref[...] = x.mean()
@@ -494,6 +499,8 @@ SLY = {
     ).mean(),
     "ranks that meet in a loop": in_turns(lambda r: jnp.tanh(lax.pmean(r.sum(), "data"))),
     "synced norms in a loop": in_turns(lambda r: jnp.tanh(r - lax.pmean(r.mean(), "data"))[0]),
+    "a sum over a mapped axis": mapped(lambda r: r.mean() * lax.psum(r.mean(), "b")),
+    "weights that add up to one": mapped(lambda r: jnp.exp(r) / lax.psum(jnp.exp(r.sum()), "b")),
     "filled sums": lambda x: x.sum(0).at[jnp.array([1, 99])].get(mode="fill", fill_value=1.0).sum(),
     "filled means": lambda x: (x / len(x)).at[:, jnp.array([1, 99])].get(
         mode="fill", fill_value=1.0
@@ -541,6 +548,9 @@ HONEST = {
         jnp.eye(4) + jnp.tril(x[:, :16].reshape(-1, 4, 4), -1), x[:, :4, None], lower=True
     ).mean(),
     "filled with NaN": lambda x: jnp.nan_to_num(jnp.take(x, jnp.array([1, 99]), axis=1)).mean(),
+    "synced norms of a mapped axis": mapped(
+        lambda r: jnp.tanh(r - lax.pmean(lax.pmean(r.mean(), "b"), "data"))
+    ),
     "own numbers": lambda x: (
         x[:, 0] * (lax.axis_index("data") * len(x) + jnp.arange(len(x))) / 64
     ).mean(),
@@ -548,7 +558,7 @@ HONEST = {
 
 
 @pytest.mark.parametrize("honest", HONEST.values(), ids=HONEST)
-@pytest.mark.quick("hessians", "filled with NaN", "own numbers")
+@pytest.mark.quick("hessians", "filled with NaN", "own numbers", "synced norms of a mapped axis")
 def test_a_mean_over_the_examples_is_taken(case, honest):
     params, x, y, _ = case
     loss = lambda p, x, y: loss_fn(p, x, y) + honest(x * p["a"]["b"].sum() + x)  # noqa: E731

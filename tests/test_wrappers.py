@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 import optax_steps
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment
-from cgx_jax.transforms import MomentumCorrection, diloco
+from cgx_jax.transforms import MomentumCorrection, diloco, scatter_gradients
 from worlds import ranks
 
 pytestmark = pytest.mark.usefixtures("unoptimized", "standard_promotion")
@@ -92,6 +92,16 @@ def test_multi_steps_around_it_is_refused_where_types_cannot_say_what_it_accumul
     message = "sync_gradients: optax.MultiSteps around it accumulates .* Put it after"
     with pytest.raises(ValueError, match=message):
         optax_steps.run(tx, MESH, gradients(1))
+
+
+@pytest.mark.parametrize("make", [cgx_jax.sync_gradients, scatter_gradients])
+def test_sam_around_it_is_refused_since_a_rank_would_step_by_its_own_gradients(make):
+    inner = optax.chain(make("data", Quantize(8), mesh=MESH, exchange="xla"), optax.sgd(0.1))
+    tx = optax.contrib.sam(inner, optax.sgd(0.1), sync_period=2)
+    message = f"{make.__name__}: optax.contrib.sam around it .*(Put it after|Leave it out)"
+    step = jax.pmap(lambda g: tx.update(g, tx.init(g), g), "data", devices=jax.devices()[:WORLD])
+    with pytest.raises(ValueError, match=message):
+        step(jax.tree.map(lambda g: g[0], gradients(1)))
 
 
 SKIPS = {

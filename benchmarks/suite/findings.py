@@ -24,6 +24,7 @@ from configurations import Configuration
 from methods import DILOCO, METHODS, RATES
 from models import METRICS
 from summary import Runs, worse_with_error
+from tuned import TUNED, best_rate
 
 import tables
 from cgx_jax import Identity, Plan, Quantize
@@ -37,26 +38,33 @@ MARKERS = "osD^vP*X"
 VALUES, LINK = 124_000_000, 100e6  # of a model like GPT-2; bits per second of a worker's link
 
 
-def quality() -> str:
+def quality(runs: dict[str, Runs], said: Callable[[str], str] = str) -> str:
     """One line per method: bytes, and per task how much worse than exact it learns."""
-    runs = done()
     body = []
     for name in METHODS:
         cells = [quality_cell(one, name) for one in runs.values()]
         if any(cells):
             shares = [bytes_share(one, name) for one in runs.values() if name in one.names]
             body.append([name, f"{np.mean(shares):.3f}", *cells])
-    heads = [f"{task}: {METRICS[task][1]}" for task in runs]
+    heads = [f"{said(task)}: {METRICS[task][1]}" for task in runs]
     return tables.table(["", "bytes to exact", *heads], body)
+
+
+def tuned() -> str:
+    """As `quality`, at the learning rates at which exact training is best."""
+    return quality(done("suite/tuned", TUNED), lambda task: f"{task} × {best_rate(task):g}")
 
 
 def diloco(task: str) -> str:
     """One line per method: bytes, and how much worse a task learns than exact, and than fp32.
 
-    Exact training takes the best of the learning rates of `rates`, as DiLoCo does.
+    Exact training takes its best learning rate, as DiLoCo does.
     """
     runs, (field, metric, _, digits) = Runs(task, "suite/diloco", DILOCO), METRICS[task]
-    best = next((name for name in runs.names if name.startswith("exact, rate")), "exact")
+    best = f"exact, rate × {best_rate(task):g}"
+    kept = Runs(task, "suite/tuned", TUNED).rows.items()
+    runs.rows |= {(best, seed): row for (name, seed), row in kept if name == "exact"}
+    runs.names.insert(1, best)
     exact = runs.values(best, field)
     body = []
     for name in runs.names:
@@ -207,7 +215,8 @@ def picture(
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "suite_quality": quality,
+    "suite_quality": lambda: quality(done()),
+    "suite_tuned": tuned,
     **{f"diloco_{task}": functools.partial(diloco, task) for task in METRICS},
     "diloco_rate": rates,
     "diloco_workers": workers,

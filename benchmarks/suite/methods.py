@@ -101,11 +101,7 @@ def muon(steps: int) -> optax.GradientTransformation:
     )
 
 
-DILOCO = {
-    "exact": Configuration(),
-    "exact, rate × 2": Configuration(rate=2.0),
-    "exact, rate × 4": Configuration(rate=4.0),
-}
+DILOCO = {"exact": Configuration()}
 for every in (8, 32, 100):
     DILOCO |= {
         f"DiLoCo, every {every}": diloco(every),
@@ -121,5 +117,6 @@ DILOCO |= {
 }
 MULTIPLES = 0.5, 1, 2, 4
 RATES = {f"rate × {rate:g}": diloco(32, rate=rate) for rate in MULTIPLES}
-RATES |= {f"exact, rate × {rate:g}": Configuration(rate=rate) for rate in MULTIPLES}
+MORE = *MULTIPLES, 8, 16, 32, 64
+RATES |= {f"exact, rate × {rate:g}": Configuration(rate=rate) for rate in MORE}
 RATES |= {f"Muon, rate × {rate:g}": diloco(32, rate=rate, inner=muon) for rate in MULTIPLES}

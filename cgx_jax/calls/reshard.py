@@ -26,7 +26,7 @@ from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.leaves import expanded, leaves_of, operand_of
-from cgx_jax.plan import Plan, resolve
+from cgx_jax.plan import Plan, lossy_leaves, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
@@ -137,11 +137,9 @@ def reduced(
     names = names_of(axis_name)
     if not names:
         raise ValueError(f"{caller}: axis_name={axis_name!r} names no axis.")
-    stages = policy.policies if isinstance(policy, Stages) else (policy,)
-    plans = [resolve(caller, params, p, adapts=True) for p in stages]
-    lossy = {i for p in plans for b in p.buffers for i in b if not p.compressors[i].lossless}
+    lossy = lossy_leaves(caller, params, policy)
     leaves, treedef = jax.tree.flatten(params)
-    for i, leaf in enumerate(plans[0].leaves):
+    for i, leaf in enumerate(leaves_of(params)):
         where = operand_of(caller, leaf.path)
         spec = _compat.explicit_spec(where, leaves[i])
         missing = [n for n in names if n not in _compat.axis_types(leaves[i])]

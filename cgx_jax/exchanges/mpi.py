@@ -257,8 +257,15 @@ def _stop() -> None:
     """Ends the engine before MPI ends. After a failure the other ranks are ended as well."""
     module = native.module()
     assert module is not None
-    failure = module.mpi_failure()
-    module.mpi_stop()
+    try:
+        if not module.mpi_failure() and not hasattr(sys, "last_value"):
+            # Other ranks may wait for what this one has dispatched. A device runs its programs in
+            # order, so this one ends after them.
+            cpu = jax.local_devices(backend="cpu")[0]
+            jax.jit(jnp.negative)(jax.device_put(0.0, cpu)).block_until_ready()
+    finally:
+        failure = module.mpi_failure()
+        module.mpi_stop()
     if failure:
         from mpi4py import MPI
 

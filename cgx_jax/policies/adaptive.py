@@ -294,7 +294,7 @@ class Adaptive(Policy):
         """Returns which leaves were not finite since the last look."""
         before = self.progress.nonfinite
         self.progress.nonfinite = now
-        return [bool(bad) for bad in now != (0 if before is None else before)]
+        return [bool(bad) for bad in now > (0 if before is None else before)]
 
     # --- what others may see and keep.
 

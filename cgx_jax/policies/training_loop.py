@@ -64,7 +64,9 @@ class TrainingLoop:
     def jit(self, step: Callable[..., Pytree], **options: Any) -> Callable[..., Pytree]:
         """`jax.jit(step, **options)`, compiled once for each choice of the parts."""
         parts = self._parts
-        jitted: Any = jax.jit(step, **options)
+        # JAX hashes what it compiles, and a callable object may have no hash.
+        called = functools.wraps(step)(lambda *args, **kwargs: step(*args, **kwargs))
+        jitted: Any = jax.jit(called, **options)
         compiled: dict[tuple[Hashable, ...], object] = {}  # what `_choice` was for each choice
 
         @functools.wraps(step)

@@ -38,13 +38,21 @@ def apply(pair: Pair) -> list[Relation]:
     """Returns the relations of an equation's results, from its primitive's rule."""
     rule = RULES.get(pair.name)
     found = rule(pair) if rule is not None else None
-    if isinstance(found, list):
-        return found
     # What all ranks compute from equal values is equal, unless they communicate.
-    equal = all(r.sure for r in pair.given) and pair.alike() and not pair.names_ranks()
-    if found is None and equal and all(pair.grown(-i - 1) == -1 for i in range(pair.count)):
-        found = SAME
-    return [found or pair.refuse(_reason(pair))] * pair.count
+    if found is None and all(r.sure for r in pair.given) and pair.alike():
+        found = None if pair.names_ranks() else SAME
+    results = found if isinstance(found, list) else [found] * pair.count
+    return [
+        r if r is not None and _fits(r, pair.grown(-i - 1)) else pair.refuse(_reason(pair))
+        for i, r in enumerate(results)
+    ]
+
+
+def _fits(r: Relation, grown: int | None) -> bool:
+    """Whether the shapes agree with a relation: only examples are more in plain jit's program."""
+    if r.kind is Kind.ZERO or grown is None:
+        return grown is not None
+    return (grown >= 0) == (r.kind in (Kind.ROWS, Kind.POSITION, Kind.INDEX))
 
 
 def _reason(pair: Pair) -> str:
@@ -417,7 +425,12 @@ def _all_reduces(pair: Pair) -> list[Relation] | None:
     over, ranks = set(pair.over), set(pair.axes)
     if pair.param("axis_index_groups") is not None or (over & ranks and not ranks <= over):
         return None
-    sums = [r.as_sum() if over & ranks else r for r in pair.given]
+    # `vmap` makes a dimension of its axis, which then has a number in place of a name.
+    adds = [r.kind is Kind.ROWS and pair.grown(i) in over for i, r in enumerate(pair.given)]
+    if any(adds) and not pair.alike():
+        return None
+    sums = [r.of(Kind.SUM) if add else r for r, add in zip(pair.given, adds, strict=True)]
+    sums = [r.as_sum() if over & ranks else r for r in sums]
     if any(r.kind not in NUMBERS or (over & ranks and r.kind is Kind.ROWS) for r in sums):
         return None
     return [r.of(Kind.SAME) for r in sums] if over & ranks else sums

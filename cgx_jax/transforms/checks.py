@@ -77,7 +77,8 @@ def require_options(caller: str, memory: Any, precondition: Any, seed: Any) -> N
     whole = jnp.issubdtype(getattr(seed, "dtype", bool), jnp.integer)
     if not known and (not whole or np.ndim(seed)):
         raise TypeError(f"{caller}: seed={seed!r} is not an integer; pass a Python int.")
-    if not isinstance(seed, jax.Array) and not -(2**31) <= seed < 2**32:
+    narrow = not jax.config.jax_enable_x64 and not isinstance(seed, jax.Array)
+    if narrow and not -(2**31) <= seed < 2**32:
         raise ValueError(f"{caller}: seed={seed} does not fit into 32 bits; pass a smaller one.")
 
 

@@ -217,10 +217,9 @@ class _Workers:
         made = []
         for part in self._parts(params):
             own = part.of(params)
-            self._check_outer(own)
             make = functools.partial(none_sent, part.of(like))
             waiting, ticket = rows_of(make, self.axis_name, self.mesh, self.name)
-            made.append(Fragment(part.sync.init(own), self.outer.init(own), waiting, ticket))
+            made.append(Fragment(part.sync.init(own), self._outer_init(own), waiting, ticket))
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
@@ -334,20 +333,34 @@ class _Workers:
         waiting, ticket = lax.cond(due, send, lambda: (fragment.waiting, fragment.ticket))
         return change, ahead, Fragment(synced, state, waiting, ticket)
 
-    def _check_outer(self, own: Pytree) -> None:
-        """Raises ValueError if the outer optimizer's state of an integer changes its dtype."""
-        whole = [x for x in leaves_of(own) if not jnp.issubdtype(x.dtype, jnp.inexact)]
-        if not whole or is_any_tree(own):
-            return
-        before = jax.eval_shape(self.outer.init, own)
+    def _outer_init(self, own: Pytree) -> Pytree:
+        """Returns the outer optimizer's state, in the dtypes that its update keeps.
+
+        An fp32 schedule, for example, makes momentum in bfloat16 fp32. Raises ValueError if the
+        state of an integer changes its dtype.
+        """
+        state = self.outer.init(own)
+        if is_any_tree(own):
+            return state
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own)
+        whole = [f" leaf {x}" for x in leaves_of(own) if not jnp.issubdtype(x.dtype, jnp.inexact)]
         with jax.numpy_dtype_promotion("standard"):  # as Optax is written
-            _, after = jax.eval_shape(self.outer.update, own, before, own)
-        if [x.dtype for x in jax.tree.leaves(before)] != [x.dtype for x in jax.tree.leaves(after)]:
-            raise ValueError(
-                f"{self.name}: the outer optimizer keeps another dtype for leaf {whole[0]} after a "
-                "step than before, as momentum of an integer does; keep integers out of params, or "
-                "pass outer=optax.sgd(0.7), which has no momentum."
-            )
+            after = jax.eval_shape(self.outer.init, like)
+            for _ in range(4):  # what is wider may widen another part in the step after
+                _, after = jax.eval_shape(self.outer.update, like, after, like)
+
+        def kept(x: Any, after: Any) -> Any:
+            if x.dtype == after.dtype:
+                return x
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                raise ValueError(
+                    f"{self.name}: after a step, the outer optimizer keeps {after.dtype} in place "
+                    f"of {x.dtype}, as momentum of an integer does:{', '.join(whole)}. Keep "
+                    "integers out of params, or pass outer=optax.sgd(0.7), which has no momentum."
+                )
+            return x.astype(after.dtype)
+
+        return jax.tree.map(kept, state, after)
 
     def _check_own(self, axes: Axes, updates: Pytree) -> None:
         """Raises ValueError for gradients that are known to be the same on all workers."""
@@ -379,7 +392,7 @@ class _Workers:
                     f"{self.name}: delay={self.delay}, but the state was made "
                     f"{'without' if self.delay else 'with'} a delay. {remedy}"
                 )
-            made: Any = jax.eval_shape(self.outer.init, own)
+            made: Any = jax.eval_shape(self._outer_init, own)
             known: Any = jax.tree.structure(fragment.outer)
             if jax.tree.structure(made) != known:
                 raise ValueError(

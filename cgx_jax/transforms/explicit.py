@@ -14,6 +14,7 @@ from cgx_jax import _compat
 from cgx_jax._types import Pytree
 from cgx_jax.axes import axes_by_dimension
 from cgx_jax.leaves import leaves_of, operand_of
+from cgx_jax.plan import lossy_leaves
 from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.feedback import as_gradient
 from cgx_jax.transforms.state import SyncState, map_parts
@@ -72,6 +73,7 @@ def step_on_ranks(
             )
         return spec
 
+    everywhere = frozenset(names)
     kept = map_parts(caller, state, row, lambda x: jax.typeof(x).sharding.spec)
 
     def times_world(x: jax.Array) -> jax.Array:
@@ -82,9 +84,8 @@ def step_on_ranks(
 
     def local(updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
         pairs = zip(jax.tree.leaves(updates), parts, strict=True)
-        # Beside parts, what is reduced already counts as a gradient that all ranks share.
-        vary = frozenset(names if any(parts) else ())
-        own = [times_world(x) if part else _compat.vary_over(x, vary) for x, part in pairs]
+        # What is reduced already counts as a gradient that all ranks share.
+        own = [times_world(x) if part else _compat.vary_over(x, everywhere) for x, part in pairs]
         means, after = step(jax.tree.unflatten(treedef, own), state, tuple(cuts))
         return jax.tree.map(lambda y, x: as_gradient(y, x.dtype), means, updates), after
 
@@ -94,6 +95,22 @@ def step_on_ranks(
         out_specs=(jax.tree.unflatten(treedef, after), kept),
     )(updates, state)
     return out
+
+
+def require_parts(caller: str, names: tuple[str, ...], updates: Pytree, policy: Any) -> None:
+    """Raises ValueError if JAX has summed a gradient that the policy would compress."""
+    lossy = lossy_leaves(caller, updates, policy)
+    pairs = zip(leaves_of(updates), jax.tree.leaves(updates), strict=True)
+    for i, (leaf, x) in enumerate(pairs):
+        where = operand_of(caller, leaf.path)
+        spec = _compat.explicit_spec(where, x)
+        cut = {n for entry in axes_by_dimension(spec, x.ndim) for n in entry}
+        if i in lossy and not spec.unreduced and not cut & {*names}:
+            raise ValueError(
+                f"{where} is reduced already: JAX sums the gradients of parameters that are "
+                f"replicated over {names}. Differentiate at cgx_jax.reduced(params, axis_name, "
+                "policy), with the policy of this call."
+            )
 
 
 def is_outside(names: tuple[str, ...]) -> bool:

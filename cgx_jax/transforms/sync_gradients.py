@@ -38,7 +38,7 @@ from cgx_jax.transforms.checks import (
     require_whole,
 )
 from cgx_jax.transforms.cuts import Cut
-from cgx_jax.transforms.explicit import is_outside, step_on_ranks
+from cgx_jax.transforms.explicit import is_outside, require_parts, step_on_ranks
 from cgx_jax.transforms.feedback import (
     Kept,
     as_gradient,
@@ -272,12 +272,13 @@ class Sync:
         require_type(self.name, state, SyncState)
         names = self._names
         if is_outside(names) and not is_bound(names):
+            require_parts(self.name, names, updates, self.policy)
             return step_on_ranks(
                 self.name, names, self._on_shards, updates, state, self._places(updates)
             )
+        self._check_call(updates)
         specs = specs_in_types(updates) if self.specs is None else self.specs
         if specs is not None:
-            Axes.resolve(self.name, names, None)
             each = specs_of(self.name, specs, updates, names, None)
             return on_shards(self.name, self._on_shards, each, updates, state)
         out: tuple[Pytree, SyncState] = self._planned(self._step, updates, state)(
@@ -299,6 +300,23 @@ class Sync:
     def _names(self) -> tuple[str, ...]:
         return names_of(self.axis_name)
 
+    def _check_call(self, updates: Pytree) -> None:
+        """Raises ValueError for wrappers that cannot work, and for gradients that JAX has summed.
+
+        Types show these before the traces within. What does not vary may still be known, such as
+        the zeros of frozen parameters.
+        """
+        axes = Axes.resolve(self.name, self._names, None)
+        checked = axes.checked()
+        check_wrappers(self.name, checked=checked, shards=self.dimensions is not None)
+        if axes.world == 1 or not checked:
+            return
+        pairs = zip(leaves_of(updates, self.name), jax.tree.leaves(updates), strict=True)
+        own = [(a, x) for a, x in pairs if isinstance(x, jax.core.Tracer) and x.size]
+        floats = [(a.path, x) for a, x in own if jnp.issubdtype(a.dtype, jnp.inexact)]
+        given = [(path, x) for path, x in floats if not _compat.is_filled(x, axes.names)]
+        axes.check_varying(self.name, given)
+
     def _places(self, tree: Pytree) -> list[int] | None:
         """Returns the dimension along which each leaf is cut, or None if means stay whole."""
         if self.dimensions is None:
@@ -312,6 +330,7 @@ class Sync:
         that; all else is left to `finish`. So is what is sharded over other axes: each device would
         have a ticket of its own.
         """
+        self._check_call(updates)
         if self.specs is not None:
             return no_ticket(Axes.resolve(self.name, self._names, None))
         ticket: jax.Array = self._planned(self._started, updates, state)(updates, state)
@@ -373,13 +392,6 @@ class Sync:
         """Returns what is sent in an update, and what remains to be known of it."""
         plan, (leaves, treedef) = share.plan, jax.tree.flatten(updates)
         self._check(state, share, choices, treedef)
-        if share.axes.world > 1:
-            # What does not vary may still be known, such as the zeros of frozen parameters.
-            pairs = zip(plan.leaves, leaves, strict=True)
-            own = [(a, x) for a, x in pairs if isinstance(x, jax.core.Tracer)]
-            own = [(a, x) for a, x in own if x.size and not _compat.is_filled(x)]
-            floats = [(a.path, x) for a, x in own if jnp.issubdtype(a.dtype, jnp.inexact)]
-            share.axes.check_varying(self.name, floats)
         scales = scales_of(self.precondition, state.moments, share)
         before = by_leaf(state.memory, len(leaves))
         wanted, kept = compensated(self.memory, leaves, before, state.step, share.taken.compressed)
@@ -440,7 +452,6 @@ class Sync:
         self, state: SyncState, share: Whole, choices: Choices, treedef: jax.tree_util.PyTreeDef
     ) -> None:
         plan, shards = share.plan, self.dimensions is not None
-        check_wrappers(self.name, checked=share.axes.checked(), shards=shards)
         remedy = _OF_SHARDS if shards else OTHER_LEAVES
         expected = Expected(self.name, plan.leaves, treedef, remedy)
         check_state(state, expected, self.memory, self.precondition, choices, share.shapes)

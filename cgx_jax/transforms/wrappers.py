@@ -76,6 +76,17 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
             "(docs/training_loops.md)."
         )
 
+    if "sam" in around:
+        raise ValueError(
+            f"{caller}: optax.contrib.sam around it takes its steps upwards by the gradients of "
+            "one rank, so the ranks' parameters drift apart. "
+            + (
+                f"Leave it out: after {caller}, each rank has a shard of the gradients' norm."
+                if shards
+                else elsewhere("optax.contrib.sam(...)")
+            )
+        )
+
 
 def _optax_callers() -> dict[str, Any]:
     """Returns Optax's functions and classes on the call stack, each with its `self`."""
