@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -26,12 +28,13 @@ from cgx_jax.choice import auto
 from cgx_jax.choice.profile import ONE_SHOT, Profile
 from cgx_jax.commands import bench, compare, doctor, rig, trial
 from cgx_jax.exchanges.table import EXCHANGES
-from cgx_jax.host import agreement
+from cgx_jax.host import agreement, files
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.tuning import sweep
 from cgx_jax.tuning.link_timer import LinkTimer, size_in_bytes, size_text
 
 AXIS = "ranks"
+_MOST_DEVICES = 1024  # which this process could simulate
 
 
 def main() -> int:
@@ -40,6 +43,12 @@ def main() -> int:
         return _run()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"python -m cgx_jax: {error}", file=sys.stderr)
+        return 1
 
 
 def _run() -> int:
@@ -50,8 +59,8 @@ def _run() -> int:
             parser.error(f"--png {png}: pass a name that ends in .png")
         if not importlib.util.find_spec("matplotlib"):
             parser.error("--png needs matplotlib: pip install matplotlib")
-    if arguments.devices is not None and arguments.devices < 1:
-        parser.error(f"--devices {arguments.devices}: pass a number of 1 or more, such as 8")
+    if arguments.devices is not None and not 1 <= arguments.devices <= _MOST_DEVICES:
+        parser.error(f"--devices {arguments.devices}: pass 1 to {_MOST_DEVICES}, such as 8")
     if getattr(arguments, "link", None):
         if arguments.devices is not None or arguments.distributed is not None:
             parser.error("--link starts processes itself; leave out --devices and --distributed")
@@ -303,7 +312,6 @@ def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:
     profile = sweep.tune(
         mesh,
         AXIS,
-        path=arguments.out,
         bits=arguments.bits,
         sizes=arguments.sizes,
         budget_seconds=arguments.budget,
@@ -314,6 +322,7 @@ def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:
         if left_out := [size_text(size) for size in arguments.sizes if size not in measured]:
             print(f"left out: {', '.join(left_out)}; pass a --budget above {arguments.budget:g} s")
         if arguments.out is not None:
+            files.write(arguments.out, profile.to_json())
             print(f"written to {arguments.out}: cgx_jax.use_profile({str(arguments.out)!r})")
 
 

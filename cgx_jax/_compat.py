@@ -253,6 +253,11 @@ def concrete_mesh() -> Mesh | None:
     return None if mesh is None or mesh.empty else mesh
 
 
+def coordination() -> Any:
+    """Returns the client of the keys and values that all processes share; None in one process."""
+    return jax._src.distributed.global_state.client
+
+
 def platform() -> str:
     """Returns the platform of the devices that a call is traced for; JAX's own without a mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device

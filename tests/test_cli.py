@@ -160,13 +160,15 @@ def test_bench_measures_between_two_processes_over_a_slow_link(tmp_path):
     [
         (
             ("bench", "--link", "100"),
-            "rate '100' is not a number above 0 followed by kbit, mbit or gbit",
+            "rate '100' is not a number followed by kbit, mbit or gbit, from 8kbit to 100gbit",
         ),
         (("tune", "--devices", "4", "--bits", "9"), "'9' is not a list of widths"),
         (("bench", "--sizes", "huge"), "'huge' is not a list of sizes"),
         (("bench", "--sizes", "inf"), "'inf' is not a list of sizes"),
         (("bench", "--sizes", "1kM"), "'1kM' is not a list of sizes"),
-        (("bench", "--link", "0mbit"), "rate '0mbit' is not a number above 0"),
+        (("bench", "--link", "0mbit"), "rate '0mbit' is not a number"),
+        (("bench", "--link", "900gbit"), "rate '900gbit' is not a number"),
+        (("bench", "--devices", "100000"), "--devices 100000: pass 1 to 1024"),
         (("bench", "--reps", "0"), "'0' is not an integer of 1 or more"),
         (("bench", "--link", "1gbit", "--devices", "2"), "leave out --devices and --distributed"),
         (("bench", "--link", "1gbit", "--distributed"), "leave out --devices and --distributed"),

@@ -126,6 +126,7 @@ def test_programs_in_another_order_are_told_apart_before_anything_is_sent(differ
 @pytest.mark.parametrize(
     ("when", "says"),
     [
+        ("first", "rank 2 has ended without a first call"),
         ("before", "rank 2 has ended without coming to this call"),
         ("in", "rank 2 has failed (the process ended with calls in flight)"),
     ],

@@ -1,8 +1,10 @@
 """Hosts on this machine, joined by links of the requested rate and delay."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,18 +93,28 @@ def test_a_failed_rank_ends_the_others_and_its_output_is_shown():
 
 
 @needs_link
-def test_an_interrupted_run_ends_its_ranks(tmp_path):
+@pytest.mark.parametrize(
+    "end", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT], ids=lambda signal: signal.name
+)
+@pytest.mark.quick("SIGHUP")
+def test_an_interrupted_run_ends_its_ranks(tmp_path, end):
+    """Terminals send these signals to all processes of a command that they started."""
     waits = f"import time; print('up', flush=True); time.sleep(600)  # {tmp_path}"
     marked = [sys.executable, "-c", waits]
     # A shell's background jobs ignore the signal.
     starts = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     starts += f"from cgx_jax.commands import rig; rig.run(2, '1gbit', {marked!r})"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-c", starts], **pipes) as process:
+    command = [sys.executable, "-c", starts]
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         assert process.stdout.readline() == b"up\n"
-        process.send_signal(signal.SIGINT)
-    processes = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
-    assert not [line for line in processes if str(tmp_path).encode() in line]
+        os.killpg(process.pid, end)
+    left, until = True, time.monotonic() + 10
+    while left and time.monotonic() < until:
+        time.sleep(0.1)
+        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+        left = any(str(tmp_path).encode() in line for line in lines)
+    assert not left
 
 
 @pytest.mark.slow
@@ -114,6 +126,6 @@ def test_a_run_that_takes_too_long_is_stopped():
 
 
 def test_a_rate_that_is_none_is_refused():
-    message = "rate 'fast' is not a number above 0 followed by kbit, mbit or gbit"
+    message = "rate 'fast' is not a number followed by kbit, mbit or gbit, from 8kbit to 100gbit"
     with pytest.raises(ValueError, match=message):
         rig.run(2, "fast", ["true"])

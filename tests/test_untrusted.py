@@ -175,8 +175,13 @@ def test_what_is_no_object_of_json_is_refused_with_the_file_s_name(name, case, t
     assert re.search(says, str(refused.value))
 
 
-def test_a_file_without_an_end_is_refused():
-    with pytest.raises(ValueError, match=r"/dev/zero: .*more than 16777216 characters"):
+def test_a_file_without_an_end_is_refused(tmp_path):
+    path = tmp_path / "long"
+    with path.open("wb") as file:
+        file.truncate(17 << 20)
+    with pytest.raises(ValueError, match=r"long: .*more than 16777216 characters"):
+        use_profile(path)
+    with pytest.raises(OSError, match="/dev/zero is no regular file"):
         use_profile("/dev/zero")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from cgx_jax._types import Json
 from cgx_jax.choice import auto
 from cgx_jax.compressors import Compressor, Quantize
-from cgx_jax.host import agreement, installation
+from cgx_jax.host import agreement, files, installation
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.reductions import ScatterGather
 from cgx_jax.tuning.link_timer import LinkTimer, gradient
@@ -71,7 +71,7 @@ def run(
     if json_path is not None:
         machine = installation.facts()
         document = {"machine": machine, "world": links.world, "link": link, "rows": rows}
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+        files.write(json_path, json.dumps(document, indent=1) + "\n")
     if png_path is not None:
         from cgx_jax.commands import charts  # matplotlib is an extra
 

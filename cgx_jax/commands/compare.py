@@ -16,7 +16,7 @@ import numpy as np
 from cgx_jax._types import Json
 from cgx_jax.commands.bench import quartiles, spread
 from cgx_jax.commands.trial import ALONE, ERROR_STEPS, METHODS, Trial
-from cgx_jax.host import agreement, installation
+from cgx_jax.host import agreement, files, installation
 from cgx_jax.host.console import Column, Progress, table_lines
 from cgx_jax.tuning.link_timer import LinkTimer, size_text
 
@@ -101,7 +101,7 @@ def run(
         machine = installation.facts() | {"exchange": exchange}
         document = {"target": target, "machine": machine, "world": links.world}
         document |= {"rows": rows, "diloco": rounds}
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+        files.write(json_path, json.dumps(document, indent=1) + "\n")
     if png_path is not None:
         from cgx_jax.commands import charts  # matplotlib is an extra
 

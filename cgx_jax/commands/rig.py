@@ -38,7 +38,7 @@ _TOOLS = {
     "tc": "iproute2",
     "hostname": "hostname",
 }
-_UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # The processes whose namespaces are the switch and the hosts, separated by commas.
 _PROCESSES = "CGX_RIG"
 # A host exists until its input ends. It binds a hosts file over /etc/hosts, since XLA's gloo binds
@@ -51,13 +51,15 @@ _HOST = (
 
 
 def bits_per_second(rate: str) -> float:
-    """Converts "1gbit" to 1e9; raises ValueError for text in another form."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", rate)
-    if match is None or not float(match[1]):
+    """Converts "1gbit" to 1e9; raises ValueError for other text, and for what `tc` cannot shape."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", rate)
+    bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not 8e3 <= bits <= 100e9:
         raise ValueError(
-            f"rate {rate!r} is not a number above 0 followed by kbit, mbit or gbit; write 100mbit"
+            f"rate {rate!r} is not a number followed by kbit, mbit or gbit, from 8kbit to 100gbit; "
+            "write 100mbit"
         )
-    return float(match[1]) * _UNITS[match[2]]
+    return bits
 
 
 def missing() -> str | None:
@@ -276,7 +278,8 @@ def _switch(
 ) -> int:
     """Builds the hosts and their links, and runs `command` there."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # when the process ends that started this one
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in _ENDS:
+        signal.signal(number, _end)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         names = [("127.0.0.1", "localhost")]
@@ -304,6 +307,17 @@ def _switch(
         if mpi:
             return _run_mpi(hosts, command, timeout, per_host, folder)
         return run_ranks(world, command, timeout, master=_address(0), prefix=on_host)
+
+
+# A terminal that closes sends the first, and its keys the next two.
+_ENDS = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM
+
+
+def _end(number: int, _: object) -> None:
+    """Leaves the switch, and so ends its hosts and ranks, whatever else arrives meanwhile."""
+    for each in _ENDS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _up(stack: contextlib.ExitStack, name: str, command: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ loaded, whatever its ABI, and is not linked to it. Importing this module loads n
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -52,6 +53,7 @@ DEFAULTS = {
 # How the engine of this process runs; None before the first call.
 _running: dict[str, float] | None = None
 _own: Any = None  # the communicator of this process's engines
+_LEFT = "cgx_jax/left"  # where processes write that they ended before they had one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,15 +244,36 @@ def _error_offset(mpi: Any) -> int:
 def _duplicate(mpi: Any, timeout: float) -> Any:
     """Returns a communicator of our own, so that the user's messages never mix with ours."""
     own, request = mpi.COMM_WORLD.Idup()
-    deadline = time.monotonic() + timeout
+    start = time.monotonic()
+    looked, client = start, _compat.coordination()
     while not request.Test():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > start + timeout:
             raise ValueError(
                 f"exchange='mpi': not every rank reached its first call within "
                 f"{timeout} s; start all ranks, and run the same program on each."
             )
+        if client is not None and now > looked + 0.5:
+            looked = now
+            if left := [rank for _, rank in client.key_value_dir_get(_LEFT)]:
+                raise ValueError(
+                    f"exchange='mpi': rank {', '.join(left)} has ended without a first call: look "
+                    "at its output for an exception, or for a program without calls."
+                )
         time.sleep(0.001)
     return own
+
+
+@atexit.register  # after JAX's own, and so before it
+def _leave() -> None:
+    """Tells the ranks that wait for this one's first call that it ends without one."""
+    mpi, client = sys.modules.get("mpi4py.MPI"), _compat.coordination()
+    if _own is not None or client is None or mpi is None:
+        return
+    if mpi.Is_initialized() and not mpi.Is_finalized():
+        rank = str(mpi.COMM_WORLD.rank)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 may be gone
+            client.key_value_set(f"{_LEFT}/{rank}", rank)
 
 
 def _stop() -> None:

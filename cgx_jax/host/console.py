@@ -38,7 +38,7 @@ class Progress:
 
     def __init__(self, name: str, total: int, shown: bool) -> None:
         self.name, self.total, self.shown = name, total, shown
-        self._bar = _rich_bar(name, total) if shown and sys.stderr.isatty() else None
+        self._bar = _rich_bar(name, total) if shown and sys.stderr and sys.stderr.isatty() else None
 
     def __enter__(self) -> Progress:
         if self._bar is not None:

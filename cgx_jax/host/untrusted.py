@@ -26,7 +26,12 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def read(path: Path) -> str:
-    """Returns the text of a file for `loads`, which refuses it if it is too long or not UTF-8."""
+    """Returns the text of a file for `loads`, which refuses it if it is too long or not UTF-8.
+
+    Raises OSError for a pipe or a device, from which reading may never end.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")
     with path.open(encoding="utf-8", errors="surrogateescape") as file:
         return file.read(MOST_CHARACTERS + 1)
 

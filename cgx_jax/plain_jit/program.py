@@ -340,8 +340,9 @@ class Program:
                 'weights: loss="ratio", and return (sum, count) as they are, without a floor or a '
                 f"small number added to the count. A BatchNorm: axis_name={axis!r}. Another "
                 f"statistic of the batch: jax.lax.pmean(statistic, {axis!r}). Examples that meet: "
-                f"jax.lax.all_gather(examples, {axis!r}, tiled=True). The mean of the ranks' "
-                "losses, whatever plain jit computes: trust=True, without this check."
+                f"jax.lax.all_gather(examples, {axis!r}, tiled=True). An argument that is as long "
+                "as the batch but no part of it: in_specs={'argument': P()}. The mean of the "
+                "ranks' losses, whatever plain jit computes: trust=True, without this check."
             )
 
     def outputs(

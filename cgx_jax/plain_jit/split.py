@@ -207,12 +207,17 @@ def _refuse(
     arguments_of = Counter(n for _, n in lengths)
     last = {n: number for number, n in lengths}
     size = max(last, key=lambda n: (n > 0 and n % ranks.world == 0, arguments_of[n], last[n]))
-    written = {}
+    specs: dict[int, list[Spec]] = {}
     for number in dict.fromkeys(places[i].argument for i in open_):
         own = [i for i, p in enumerate(places) if p.argument == number]
-        specs = [ranks.spec(0 if arrays[i].shape[:1] == (size,) else known(i)) for i in own]
-        one = line(specs[0]) if len(set(specs)) == 1 else None
-        written[arguments[number].name] = one or arguments[number].parameters(map(line, specs))
+        specs[number] = [ranks.spec(0 if arrays[i].shape[:1] == (size,) else known(i)) for i in own]
+    batches = [each for each in specs.values() if set(each) == {ranks.spec(0)}]
+    written = {}
+    for number, each in specs.items():
+        # Beside a whole batch, arrays of several lengths are not a part of it.
+        some = [Spec()] if batches and set(each) == {ranks.spec(0), Spec()} else each
+        one = line(some[0]) if len(set(some)) == 1 else None
+        written[arguments[number].name] = one or arguments[number].parameters(map(line, each))
     listed = ", ".join(
         f"{places[i].path} {shown(arrays[i])}"
         + ("" if found[i] is None else f" split in dimension {known(i)}")

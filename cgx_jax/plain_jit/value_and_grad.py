@@ -458,7 +458,12 @@ def _of_a_part(
         "If the loss needs a number of examples, as groups of a fixed size do, take a batch of "
         f"{ranks.world} times as many"
     )
-    if entry := next(others(), None):
+    if "with_sharding_constraint" in str(error):
+        remedy = (
+            "A spec in the loss does not fit its array, which shows under a mesh only. Flax's "
+            "DenseGeneral constrains a partitioned kernel so; take nn.Dense, or no box around it"
+        )
+    elif entry := next(others(), None):
         remedy = f"If that fits the batch, the loss can be traced with in_specs={{{entry}}}"
     return ValueError(
         f"{CALLER}: the loss works on the whole batch, but fails on the part of one of the "

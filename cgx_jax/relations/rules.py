@@ -62,7 +62,7 @@ def _reason(pair: Pair) -> str:
     if Kind.DRAWS in kinds:
         return (
             "one random draw for the whole batch, from a key of which each rank has its own (give "
-            "the key P() in in_specs)"
+            "the key P() in in_specs; Flax's attention: broadcast_dropout=False)"
         )
     if Kind.SUM in kinds or any(r.kind is Kind.SAME and r.power for r in pair.given):
         return STATISTIC

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cgx_jax.host import untrusted
+from cgx_jax.host import files, untrusted
 
 SCHEMA = 1
 
@@ -111,7 +109,7 @@ def keep(root: Path, key: Key, setting: dict[str, Any]) -> None:
     folder = root / key.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / f"{key.tree}.json", json.dumps(fields, indent=1) + "\n")
+        files.write(folder / f"{key.tree}.json", json.dumps(fields, indent=1) + "\n")
     except OSError as error:
         warnings.warn(
             f"Tuner: the setting cannot be written to {str(folder)!r} ({error}), so the next run "
@@ -119,15 +117,3 @@ def keep(root: Path, key: Key, setting: dict[str, Any]) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

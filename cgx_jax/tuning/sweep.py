@@ -8,7 +8,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from cgx_jax.compressors import Quantize
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.exchanges import Exchange, Mpi, Nccl
-from cgx_jax.host import agreement, installation
+from cgx_jax.host import agreement, files, installation
 from cgx_jax.host.console import Progress
 from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.units import Units
@@ -204,5 +203,5 @@ def _follow(
     agreed = auto.use_profile(profile)
     assert agreed is not None
     if path is not None and jax.process_index() == 0:
-        Path(path).write_text(agreed.to_json())
+        files.write(path, agreed.to_json())
     return agreed

@@ -36,8 +36,7 @@ std::string disagreement(int64_t peer, const Hello& theirs, const Hello& own) {
     return "rank " + std::to_string(peer) + " is in another program (" + named(theirs.program) +
            ") than this rank (" + named(own.program) +
            "), so no gradient was sent; every rank must start the same programs, with the same "
-           "leaves, compressors and constants, in the same order, and programs that several "
-           "threads start need exchange=\"xla\", or one thread";
+           "leaves, compressors and constants, in the same order, and from one thread";
   }
   if (theirs.version == own.version && theirs.fingerprint == own.fingerprint &&
       theirs.total_bytes == own.total_bytes && theirs.segments == own.segments &&

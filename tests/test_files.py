@@ -1,0 +1,24 @@
+"""Files that are written whole or not at all."""
+
+import pytest
+
+from cgx_jax.host import files
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text("old")
+    with pytest.raises(UnicodeEncodeError):  # fails on the way, as on a full disk
+        files.write(path, "new" * 10_000 + "\ud800")
+    assert path.read_text() == "old"
+    files.write(path, "newer")
+    assert path.read_text() == "newer"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_what_a_link_leads_to_is_written_and_the_link_stays(tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    link.symlink_to(real)
+    files.write(link, "text")
+    assert link.is_symlink()
+    assert real.read_text() == "text"
