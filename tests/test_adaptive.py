@@ -159,6 +159,8 @@ def test_a_leaf_is_named_at_the_look_after_its_nan_and_not_again(sample_every):
     training.run(8, grads=poisoned)
     training.run(8)
     assert [r.nonfinite for r in policy.history] == [(), (), ("small",), (), (), ("small",)]
+    Training(policy).run(16)  # the policy goes on with the state of another run
+    assert "cgx/nonfinite" not in policy.metrics()
 
 
 def test_a_budget_that_cannot_be_met_says_what_the_least_is():
@@ -218,6 +220,16 @@ def test_a_checkpoint_of_another_tree_is_refused_with_the_first_differing_path()
         policy.bind([x for x in policy._leaves if x.path != "table"])
 
 
+@dataclasses.dataclass
+class Unhashable:
+    """A step that is an object, equal to others like it."""
+
+    step: object
+
+    def __call__(self, *args):
+        return self.step(*args)
+
+
 def test_a_step_compiled_by_something_else_is_refused():
     training = Training(few())
     with pytest.raises(ValueError, match=r"write policy.jit\(step\) .* in place of jax.jit"):
@@ -226,6 +238,9 @@ def test_a_step_compiled_by_something_else_is_refused():
     inner.step = inner.policy.jit(jax.jit(inner.sharded()))  # which follows the plan as well
     jax.tree.map(np.testing.assert_array_equal, plain.run(10), inner.run(10))
     assert inner.policy.history[0].outcome == "changed"
+    called = Training(few())
+    called.step = called.policy.jit(Unhashable(called.sharded()))
+    jax.tree.map(np.testing.assert_array_equal, Training(few()).run(2), called.run(2))
     lost = Training(few(warmup=1))
     step = lost.policy.jit(lambda g, s: lost.sharded()(g, s)[0])
     with pytest.raises(ValueError, match="holds no statistics; return the optimizer state"):

@@ -187,6 +187,15 @@ def test_cotangents_of_16_bits_are_added_up_in_fp32(call, dtype, compressor):
         np.testing.assert_array_equal(np.float32(got), np.float32(dtype(519)))
 
 
+@pytest.mark.parametrize("kinds", [("rbg", "threefry2x32"), ("threefry2x32", "rbg")])
+def test_raw_keys_are_of_the_generator_that_is_the_default_now(kinds):
+    for kind in kinds:
+        with jax.default_prng_impl(kind):
+            key = jax.random.PRNGKey(0)
+            sums = run_shard_map(lambda v, k=key: psum(v, compressor=STOCHASTIC, key=k), X)
+        np.testing.assert_allclose(sums, X.sum(0), rtol=0.1)
+
+
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float32", "bfloat16"])
 def test_identity_is_lax_psum_bit_for_bit(dtype):
     x = np.random.default_rng(0).integers(0, 2, (WORLD, 40, 50)).astype(jnp.dtype(dtype))

@@ -298,6 +298,8 @@ def test_seeds_of_more_than_32_bits_are_refused(seed):
     """Of these, JAX would keep the lower 32 bits, which may be another seed's."""
     with pytest.raises(ValueError, match=r"^sync_gradients: seed=.* does not fit into 32 bits"):
         cgx_jax.sync_gradients("data", seed=seed)
+    with jax.enable_x64(True):  # where JAX keeps all bits
+        cgx_jax.sync_gradients("data", seed=seed)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32 - 1, np.int64(3), np.array(3), jnp.uint32(3)])
