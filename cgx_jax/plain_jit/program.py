@@ -317,7 +317,8 @@ class Program:
             raise ValueError(
                 f"{CALLER}: the loss is a sum over the batch: it grows with the number of "
                 "examples, and the mean over ranks would not be the sum under plain jit. Return "
-                'the mean over the examples, or (sum, count) with loss="ratio".'
+                "the mean over the examples, divided by len(x) and not by a number, or "
+                '(sum, count) with loss="ratio".'
             )
         if self.ratio and value.output is not None and not value.relation.why:
             names = {"mean": "a mean over them", "sum": "a sum over them"}
