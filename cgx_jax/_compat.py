@@ -209,7 +209,8 @@ def is_computed(x: object) -> bool:
 def is_filled(x: object, axes: Sequence[str]) -> bool:
     """Whether the traced function computes `x` from numbers alone, such as 0, on each rank.
 
-    False if JAX does not say, and for what ranks of `axes` have computed together.
+    False if JAX does not say, for arguments of the traced function, which may have been summed
+    outside of it, and for what ranks of `axes` have computed together.
     """
     todo: list[Any] = [x]
     seen: set[int] = set()
@@ -217,7 +218,7 @@ def is_filled(x: object, axes: Sequence[str]) -> bool:
         y = todo.pop()
         equation = getattr(y, "parent", None)
         if equation is None:
-            if y is x or getattr(y, "ndim", True):
+            if not hasattr(getattr(y, "val", None), "val"):  # is no literal
                 return False
         elif id(equation) not in seen:
             seen.add(id(equation))

@@ -1,5 +1,7 @@
 """Files that are written whole or not at all."""
 
+import os
+
 import pytest
 
 from cgx_jax.host import files
@@ -22,3 +24,18 @@ def test_what_a_link_leads_to_is_written_and_the_link_stays(tmp_path):
     files.write(link, "text")
     assert link.is_symlink()
     assert real.read_text() == "text"
+
+
+def test_a_file_keeps_its_mode(tmp_path):
+    path = tmp_path / "secret"
+    path.touch(mode=0o600)
+    files.write(path, "text")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_no_file_is_written_to(tmp_path):
+    read, write = os.pipe()
+    files.write(f"/proc/self/fd/{write}", "text")
+    os.close(write)
+    with os.fdopen(read) as end:
+        assert end.read() == "text"

@@ -331,6 +331,18 @@ def test_gradients_that_jax_has_summed_are_refused_though_all_leaves_are_exact(m
             on_ranks(functools.partial(step, varying=varying), ranks(4))(x)
 
 
+@pytest.mark.parametrize("then", [lambda g: g * 2, lambda g: g.astype(jnp.bfloat16)])
+def test_scalars_that_jax_has_summed_are_refused_though_an_inner_jit_hides_it(then):
+    tx = cgx_jax.sync_gradients("data", Identity(), mesh=ranks(4), exchange="xla")
+
+    def step(x):
+        grad = jax.grad(lambda s: (x * s).sum())(jnp.ones(()))
+        return jax.jit(lambda g: tx.update(then(g), tx.init(jnp.ones(())))[0])(grad)
+
+    with pytest.raises(ValueError, match=r"sync_gradients: .* does not vary over axis 'data'"):
+        on_ranks(step, ranks(4))(np.ones((4, 4), np.float32))
+
+
 FROZEN = {  # what becomes of the gradients before they are reduced
     "as they are": lambda grads: grads,
     "scaled": lambda grads: jax.tree.map(lambda g: g / 2 * 2, grads),

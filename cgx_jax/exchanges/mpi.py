@@ -53,6 +53,7 @@ DEFAULTS = {
 # How the engine of this process runs; None before the first call.
 _running: dict[str, float] | None = None
 _own: Any = None  # the communicator of this process's engines
+_PROCESS = os.getpid()  # and not one that it forks
 _LEFT = "cgx_jax/left"  # where processes write that they ended before they had one
 
 
@@ -268,7 +269,7 @@ def _duplicate(mpi: Any, timeout: float) -> Any:
 def _leave() -> None:
     """Tells the ranks that wait for this one's first call that it ends without one."""
     mpi, client = sys.modules.get("mpi4py.MPI"), _compat.coordination()
-    if _own is not None or client is None or mpi is None:
+    if _own is not None or client is None or mpi is None or os.getpid() != _PROCESS:
         return
     if mpi.Is_initialized() and not mpi.Is_finalized():
         rank = str(mpi.COMM_WORLD.rank)
@@ -280,12 +281,11 @@ def _stop() -> None:
     """Ends the engine before MPI ends. After a failure the other ranks are ended as well."""
     module = native.module()
     assert module is not None
+    if os.getpid() != _PROCESS:
+        return
     try:
         if not module.mpi_failure() and not hasattr(sys, "last_value"):
-            # Other ranks may wait for what this one has dispatched. A device runs its programs in
-            # order, so this one ends after them.
-            cpu = jax.local_devices(backend="cpu")[0]
-            jax.jit(jnp.negative)(jax.device_put(0.0, cpu)).block_until_ready()
+            _wait()
     finally:
         failure = module.mpi_failure()
         module.mpi_stop()
@@ -298,6 +298,14 @@ def _stop() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
+
+
+def _wait() -> None:
+    """Waits for what this process has dispatched, since other ranks may wait for it."""
+    with contextlib.suppress(RuntimeError):  # of a call that failed, or without a backend
+        # What one thread dispatches to a device runs in order, so this program ends last.
+        jax.block_until_ready(jax.jit(lambda: jnp.zeros(()))())
+        jax.block_until_ready(jax.live_arrays("cpu"))
 
 
 class _Calls(NamedTuple):

@@ -13,14 +13,17 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
     What is no regular file, such as /dev/stdout, is written to. Raises OSError.
     """
-    file = Path(path).resolve()
-    if file.exists() and not file.is_file():
-        file.write_text(text, encoding="utf-8")
+    there = Path(path).exists()
+    if there and not Path(path).is_file():
+        Path(path).write_text(text, encoding="utf-8")
         return
-    whole = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
+    file = Path(path).resolve()
+    whole = file.with_name(f"{uuid.uuid4().hex}.tmp")
     try:
         with whole.open("x", encoding="utf-8") as out:
             out.write(text)
+        if there:
+            whole.chmod(file.stat().st_mode & 0o7777)
         whole.replace(file)
     except BaseException:
         with contextlib.suppress(OSError):

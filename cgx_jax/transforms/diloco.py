@@ -18,7 +18,7 @@ from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
 from cgx_jax.arguments import whole_number
 from cgx_jax.axes import Axes, after, names_of
-from cgx_jax.leaves import leaves_of
+from cgx_jax.leaves import leaves_of, map_with_paths, path_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
@@ -342,25 +342,38 @@ class _Workers:
         state = self.outer.init(own)
         if is_any_tree(own):
             return state
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own)
-        whole = [f" leaf {x}" for x in leaves_of(own) if not jnp.issubdtype(x.dtype, jnp.inexact)]
-        with jax.numpy_dtype_promotion("standard"):  # as Optax is written
-            after = jax.eval_shape(self.outer.init, like)
-            for _ in range(4):  # what is wider may widen another part in the step after
-                _, after = jax.eval_shape(self.outer.update, like, after, like)
+        state, after = jax.tree.map(jnp.asarray, state), self._outer_after(own)
+        known: Any = jax.tree.structure(state)
+        if jax.tree.structure(after) != known:
+            raise ValueError(
+                f"{self.name}: the update of the outer optimizer returns another tree than its "
+                "init, so it has no state that fits both."
+            )
 
-        def kept(x: Any, after: Any) -> Any:
+        def kept(path: Any, x: Any, after: Any) -> Any:
             if x.dtype == after.dtype:
                 return x
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 raise ValueError(
                     f"{self.name}: after a step, the outer optimizer keeps {after.dtype} in place "
-                    f"of {x.dtype}, as momentum of an integer does:{', '.join(whole)}. Keep "
-                    "integers out of params, or pass outer=optax.sgd(0.7), which has no momentum."
+                    f"of {x.dtype} in its state {path_of(path)!r}, as momentum of an integer does. "
+                    "Keep integers out of params, or pass outer=optax.sgd(0.7), which has no "
+                    "momentum."
                 )
             return x.astype(after.dtype)
 
-        return jax.tree.map(kept, state, after)
+        return map_with_paths(kept, state, after)
+
+    def _outer_after(self, own: Pytree) -> Pytree:
+        """Returns shapes and dtypes of the outer optimizer's state after some steps."""
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own)
+        after = jax.eval_shape(self.outer.init, like)
+        free = [(n, 1) for n in names_of(self.axis_name) if not is_bound((n,))]
+        trace = jax.make_jaxpr(self.outer.update, axis_env=free, return_shape=True)
+        for _ in range(4):  # what is wider may widen another part in the step after
+            with jax.numpy_dtype_promotion("standard"):  # as Optax is written
+                _, (_, after) = trace(like, after, like)
+        return after
 
     def _check_own(self, axes: Axes, updates: Pytree) -> None:
         """Raises ValueError for gradients that are known to be the same on all workers."""

@@ -78,8 +78,8 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
 
     if "sam" in around:
         raise ValueError(
-            f"{caller}: optax.contrib.sam around it takes its steps upwards by the gradients of "
-            "one rank, so the ranks' parameters drift apart. "
+            f"{caller}: optax.contrib.sam around it gives its other optimizer the gradients of one "
+            "rank, so the ranks' parameters drift apart. "
             + (
                 f"Leave it out: after {caller}, each rank has a shard of the gradients' norm."
                 if shards
