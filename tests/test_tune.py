@@ -342,7 +342,7 @@ print("profile", tuned.to_json())
 @pytest.mark.slow
 def test_process_0_decides_for_all(tmp_path):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    good.write_text(with_crossing(world=2).to_json())
+    good.write_text(with_crossing(world=2, processes=2).to_json())
     bad.write_text(good.read_text().replace("schema", "scheme"))
     with socket.socket() as s:
         s.bind(("localhost", 0))
