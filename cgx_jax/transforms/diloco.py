@@ -371,8 +371,11 @@ class _Workers:
         free = [(n, 1) for n in names_of(self.axis_name) if not is_bound((n,))]
         trace = jax.make_jaxpr(self.outer.update, axis_env=free, return_shape=True)
         for _ in range(4):  # what is wider may widen another part in the step after
+            before = [x.dtype for x in jax.tree.leaves(after)]
             with jax.numpy_dtype_promotion("standard"):  # as Optax is written
                 _, (_, after) = trace(like, after, like)
+            if [x.dtype for x in jax.tree.leaves(after)] == before:
+                break
         return after
 
     def _check_own(self, axes: Axes, updates: Pytree) -> None:

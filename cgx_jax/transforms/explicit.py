@@ -102,13 +102,12 @@ def require_parts(caller: str, names: tuple[str, ...], updates: Pytree, policy: 
     mesh = jax.sharding.get_abstract_mesh()
     if math.prod(mesh.shape[n] for n in names) == 1:
         return
-    lossy = lossy_leaves(caller, updates, policy)
-    pairs = zip(leaves_of(updates), jax.tree.leaves(updates), strict=True)
-    for i, (leaf, x) in enumerate(pairs):
-        where = operand_of(caller, leaf.path)
-        spec = _compat.explicit_spec(where, x)
-        cut = {n for entry in axes_by_dimension(spec, x.ndim) for n in entry}
-        if i in lossy and not spec.unreduced and not cut & {*names}:
+    known, leaves = leaves_of(updates), jax.tree.leaves(updates)
+    for i in sorted(lossy_leaves(caller, updates, policy)):
+        where = operand_of(caller, known[i].path)
+        spec = _compat.explicit_spec(where, leaves[i])
+        cut = {n for entry in axes_by_dimension(spec, leaves[i].ndim) for n in entry}
+        if not spec.unreduced and not cut & {*names}:
             raise ValueError(
                 f"{where} is reduced already: JAX sums the gradients of parameters that are "
                 f"replicated over {names}. Differentiate at cgx_jax.reduced(params, axis_name, "
