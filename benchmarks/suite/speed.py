@@ -186,7 +186,7 @@ def encoding(trainer: Trainer, configuration: Configuration, ranks: Ranks) -> Ca
             code = chunk_code(coded, ranks.world) if chunks else whole_code(coded)
             leaves = [jnp.resize(x, leaf.shape) for leaf in coded]
             rank, seed = jax.lax.axis_index("data"), np.zeros(2, np.uint32)
-            own = Sent(seed, leaves, [None] * len(leaves), rank)
+            own = Sent(seed, leaves, rank=rank)
             rows, residuals = code.encode(own, residual=configuration.memory is not None)
             out += [rows, *(residuals or ())]
         return [y[None] for y in out]
