@@ -25,7 +25,6 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
 from alpha_beta import REDUCTIONS, sent
-from cgx_jax.commands import rig
 from cgx_jax.tuning.link_timer import gradient, size_text
 
 
@@ -52,23 +51,14 @@ def main() -> int:
         measure.write_json(arguments.json, rows)
         return 0
     if rank_of_process() is None:
-        return launch(worlds, arguments)
+        cells = ((w, arguments.rate, {"worlds": w}) for w in worlds)
+        return measure.launch(arguments, cells, mpi=arguments.exchange == "mpi")
     ranks = Ranks(worlds[0])
     rows = []
     for size in sizes:
         rows += compare(ranks, size // 4, arguments)
         if ranks.first:  # after every size, so that a run that is stopped leaves what it has
             measure.write_json(arguments.json, rows)
-    return 0
-
-
-def launch(worlds: list[int], arguments: argparse.Namespace) -> int:
-    """Runs each number of ranks in its own processes."""
-    for world in worlds:
-        command = measure.command(arguments, worlds=world)
-        mpi = arguments.exchange == "mpi"
-        if code := rig.run(world, arguments.rate, command, timeout=3600, mpi=mpi):
-            return code
     return 0
 
 

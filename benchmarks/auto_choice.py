@@ -25,7 +25,6 @@ import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
 from cgx_jax.choice import auto
-from cgx_jax.commands import rig
 from cgx_jax.route.route import Options, route
 from cgx_jax.tuning.link_timer import gradient, size_text
 from tuner import relink, turns
@@ -50,7 +49,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
-        return launch(arguments)
+        first = arguments.rates.split(",")[0]
+        cells = ((w, first, {"worlds": w}) for w in arguments.worlds.split(","))
+        return measure.launch(arguments, cells, mpi=True)
     ranks = Ranks(int(arguments.worlds))
     for row in compare(ranks, arguments):
         if ranks.first:
@@ -62,15 +63,6 @@ def main() -> int:
                 flush=True,
             )
             measure.add_json(arguments.json, row, ("links", "world", "bytes"))
-    return 0
-
-
-def launch(arguments: argparse.Namespace) -> int:
-    for world in arguments.worlds.split(","):
-        command = measure.command(arguments, worlds=world)
-        first = arguments.rates.split(",")[0]
-        if code := rig.run(int(world), first, command, timeout=3600, mpi=True):
-            return code
     return 0
 
 

@@ -26,7 +26,6 @@ from jax import lax
 import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process, timed
-from cgx_jax.commands import rig
 from cgx_jax.compressors import ShiftedLattice
 from cgx_jax.host import agreement
 from cgx_jax.tuning.link_timer import gradient
@@ -70,20 +69,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
-        return launch(arguments)
+        pairs = itertools.product(arguments.worlds.split(","), arguments.rates.split(","))
+        cells = ((w, rate, {"worlds": w, "rates": rate}) for w, rate in pairs)
+        return measure.launch(arguments, cells, mpi=True)
     ranks = Ranks(int(arguments.worlds))
     rows = compare(ranks, arguments)
     if ranks.first:
         measure.write_json(arguments.json, rows)
-    return 0
-
-
-def launch(arguments: argparse.Namespace) -> int:
-    cells = itertools.product(arguments.worlds.split(","), arguments.rates.split(","))
-    for world, rate in cells:
-        command = measure.command(arguments, rates=rate, worlds=world)
-        if code := rig.run(int(world), rate, command, timeout=1800, mpi=True):
-            return code
     return 0
 
 

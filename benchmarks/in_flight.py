@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
-from cgx_jax.commands import rig
 from cgx_jax.tuning.link_timer import gradient
 from tuner import turns
 
@@ -68,10 +67,8 @@ def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
         for delay in map(float, arguments.delays.split(",")):
-            command = measure.command(arguments, delays=f"{delay:g}")
-            if code := rig.run(
-                arguments.world, arguments.rate, command, timeout=900, mpi=True, delay=delay
-            ):
+            cell = arguments.world, arguments.rate, {"delays": f"{delay:g}"}
+            if code := measure.launch(arguments, [cell], mpi=True, delay=delay):
                 return code
         return 0
     ranks = Ranks(arguments.world)

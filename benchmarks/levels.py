@@ -20,7 +20,6 @@ import numpy as np
 import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process, timed
-from cgx_jax.commands import rig
 from cgx_jax.host import agreement
 from cgx_jax.tuning.link_timer import gradient, size_text
 
@@ -43,11 +42,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
-        for rate in arguments.rates.split(","):
-            command = measure.command(arguments, rates=rate)
-            if code := rig.run(NODES, rate, command, timeout=1800, mpi=True, per_host=LOCAL):
-                return code
-        return 0
+        cells = ((NODES, rate, {"rates": rate}) for rate in arguments.rates.split(","))
+        return measure.launch(arguments, cells, mpi=True, per_host=LOCAL)
     nodes = Ranks(NODES * LOCAL)
     rows = []
     for size in map(measure.size_in_bytes, arguments.sizes.split(",")):

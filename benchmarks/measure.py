@@ -1,17 +1,20 @@
 """What the benchmarks share: quartiles, the machine they ran on, and where the numbers go."""
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import cgx_jax
+from cgx_jax.commands import rig
 from cgx_jax.commands.bench import quartiles as quartiles
 from cgx_jax.host import installation
 from cgx_jax.tuning.link_timer import size_in_bytes as size_in_bytes
@@ -54,6 +57,24 @@ def command(arguments: argparse.Namespace, **cell: Any) -> list[str]:
         if value is not None:
             line += [f"--{name}", str(value)]
     return line
+
+
+def launch(arguments: argparse.Namespace, cells: Iterable[Any], **how: Any) -> int:
+    """Runs this benchmark for cells (ranks, rate, options), each in processes of its own.
+
+    Returns the exit status of the first that fails, or 0. `how` is as in `rig.run`.
+    """
+    for world, rate, options in cells:
+        line = command(arguments, **options)
+        if code := rig.run(int(world), rate, line, **{"timeout": 3600, **how}):
+            return code
+    return 0
+
+
+def has_mpi() -> bool:
+    """Whether mpiexec can start ranks here."""
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

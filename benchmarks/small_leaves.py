@@ -34,11 +34,7 @@ def main() -> int:
     arguments = parse_arguments()
     worlds, rates = arguments.worlds.split(","), arguments.rates.split(",")
     if rank_of_process() is None:
-        for world in worlds:
-            command = measure.command(arguments, worlds=world)
-            if code := rig.run(int(world), rates[0], command, timeout=900):
-                return code
-        return 0
+        return measure.launch(arguments, ((w, rates[0], {"worlds": w}) for w in worlds))
     ranks = Ranks(int(worlds[0]))
     sizes = [SIZES[i % len(SIZES)] for i in range(arguments.leaves)]
 

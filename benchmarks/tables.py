@@ -212,9 +212,8 @@ def _spread(quartiles: list[float], digits: str) -> str:
 def segments() -> str:
     def line(row: dict[str, Any]) -> list[str]:
         names = ("segment_bytes", "window", "threads")
-        low, ratio, high = row["ratio"]
         setting = [str(row.get(name, "default")) for name in names]
-        return [f"{row['bytes'] / 1e6:g} MB", *setting, f"{ratio:.2f} ({low:.2f}-{high:.2f})"]
+        return [f"{row['bytes'] / 1e6:g} MB", *setting, _spread(row["ratio"], ".2f")]
 
     head = ["size", "segment bytes", "window", "threads", "times faster than the defaults"]
     return table(head, [line(row) for row in rows("segments")])
@@ -453,12 +452,11 @@ def gather_sum_mpi() -> str:
     made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows("gather_sum_mpi")}
     for world, size in sorted({key[:2] for key in made}):
         chunks, whole = made[world, size, "scatter_gather"], made[world, size, "gather_sum"]
-        low, ratio, high = whole["ratio"]
         body.append(
             [
                 str(world),
                 size_text(size),
-                f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+                _spread(whole["ratio"], ".2f"),
                 f"{chunks['over_psum'][1]:.2f}",
                 f"{whole['over_psum'][1]:.2f}",
                 f"{whole['sent'] / chunks['sent']:.2f}",
@@ -581,14 +579,13 @@ def levels() -> str:
     for row in rows("levels"):
         if row["method"] == "psum":
             continue
-        low, ratio, high = row["ratio"]
         body.append(
             [
                 row["links"],
                 size_text(row["bytes"]),
                 f'`"{row["exchange"]}"`',
                 row["method"],
-                f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+                _spread(row["ratio"], ".2f"),
                 f"{row['over_flat'][1]:.2f}",
                 size_text(row["between"]),
                 f"{row['relative_error']:.3f}",
@@ -602,14 +599,13 @@ def fsdp_speed() -> str:
     """What sharded training sends, by every method."""
     body = []
     for row in sorted(rows("fsdp_speed"), key=lambda r: (RATES.index(r["links"]), r["world"])):
-        low, ratio, high = row["ratio"]
         body.append(
             [
                 row["links"],
                 str(row["world"]),
                 row["method"],
                 f"{row['seconds'][1] * 1e3:.0f}",
-                f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+                _spread(row["ratio"], ".2f"),
                 size_text(row["sent"]),
             ]
         )

@@ -56,11 +56,8 @@ def main() -> int:
     if min(arguments.steps, arguments.few, arguments.every) < 5:
         parser.error("--steps, --few and --every must be at least 5")
     if rank_of_process() is None:
-        for rate in arguments.rates.split(";"):
-            command = measure.command(arguments, rates=rate)
-            if code := rig.run(arguments.world, rate, command, timeout=3600):
-                return code
-        return 0
+        cells = ((arguments.world, r, {"rates": r}) for r in arguments.rates.split(";"))
+        return measure.launch(arguments, cells)
     for row in runs(arguments):
         if jax.process_index() == 0:
             ends = f"loss {row['losses'][-1]:.3f} after {row['seconds'][-1]:.0f} s"

@@ -14,12 +14,8 @@ once units are updated only in every 16th step. Ranks are started by mpiexec and
 """
 
 import argparse
-import importlib.util
-import os
-import shutil
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,7 +31,6 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.choice import auto
-from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi
 from cgx_jax.host import agreement
 from cgx_jax.route import run as running
@@ -85,7 +80,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
-        return launch(arguments)
+        cells = ((*x.split(":")[:2], {"cases": x}) for x in arguments.cases.split(","))
+        return measure.launch(arguments, cells, mpi=measure.has_mpi())
     world, rate, megabytes = arguments.cases.split(":")
     ranks = Ranks(int(world))
     exchange = "mpi" if Mpi() in auto.available() else "xla"
@@ -101,18 +97,6 @@ def main() -> int:
             print_row(row)
             row.update(links=rate, world=int(world), megabytes=float(megabytes), exchange=exchange)
         measure.write_json(arguments.json, rows)
-    return 0
-
-
-def launch(arguments: argparse.Namespace) -> int:
-    """Runs every case in its own processes."""
-    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    mpi = bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
-    for case in arguments.cases.split(","):
-        world, rate, _ = case.split(":")
-        command = measure.command(arguments, cases=case)
-        if code := rig.run(int(world), rate, command, timeout=600, mpi=mpi):
-            return code
     return 0
 
 

@@ -17,6 +17,7 @@ import importlib.util
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import jax
@@ -43,12 +44,21 @@ def main() -> int:
         return _run()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # as of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     except OSError as error:
+        if _is_of_target(error):
+            raise
+        if isinstance(error, BrokenPipeError):  # as of `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
         print(f"python -m cgx_jax: {error}", file=sys.stderr)
         return 1
+
+
+def _is_of_target(error: OSError) -> bool:
+    """Whether an error comes from what `compare` has imported."""
+    known = sys.stdlib_module_names | {"cgx_jax", "jax", "jaxlib", "numpy", "matplotlib", "rich"}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(f.f_globals.get("__name__", "").partition(".")[0] not in known for f, _ in frames)
 
 
 def _run() -> int:

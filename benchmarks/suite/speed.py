@@ -22,10 +22,8 @@ of "xla".
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -326,8 +324,6 @@ def fastest() -> str:
 
 def launch(arguments: argparse.Namespace, *options: str) -> int:
     """Runs every task and world in its own processes, with the command's own `options`."""
-    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    mpi = bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
     for world, task in itertools.product(arguments.world, arguments.task):
         command = [sys.executable, sys.argv[0], "--task", task, "--world", str(world)]
         command += ["--links", *arguments.links, *options, "--reps", str(arguments.reps)]
@@ -335,7 +331,9 @@ def launch(arguments: argparse.Namespace, *options: str) -> int:
         with tempfile.TemporaryDirectory() as cache:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
             os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(NEVER)
-            if code := rig.run(world, arguments.links[0], command, timeout=3600, mpi=mpi):
+            if code := rig.run(
+                world, arguments.links[0], command, timeout=3600, mpi=measure.has_mpi()
+            ):
                 return code
     return 0
 

@@ -55,13 +55,14 @@ def writable(path: str | os.PathLike[str] | None) -> None:
     """
     problem = ""
     if path is not None and jax.process_index() == 0:
-        file = Path(path).resolve()
+        file = Path(path)
         there = file.exists()
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.open("a").close()
+            file.resolve().parent.mkdir(parents=True, exist_ok=True)
+            if not there or file.is_file():
+                file.open("a").close()
             if not there:
-                file.unlink()
+                file.resolve().unlink()
         except OSError as error:
             problem = str(error)
     if problem := broadcast(problem.encode()).decode():

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -99,12 +100,13 @@ def choose(
     in_specs: Mapping[Any, Any],
     shards: Mapping[int, int],
     is_raw_key: Callable[[int], bool],
+    traces: Callable[[Sequence[Split]], bool],
 ) -> tuple[Split, ...]:
     """Returns one `Split` per array.
 
     `shards` has the dimensions of parameters that are cut over the axis. `is_raw_key` says whether
-    the loss uses array i as a raw key. Raises ValueError, with the line to write, for arrays of
-    which nothing says whether they hold the batch.
+    the loss uses array i as a raw key, and `traces` whether it can be traced. Raises ValueError,
+    with the line to write, for arrays of which nothing says whether they hold the batch.
     """
     given = _given(ranks, arguments, places, in_specs)
     found: list[Split | None] = []
@@ -137,7 +139,7 @@ def choose(
         if s is not None and s.dimension is not None:
             sizes |= set(x.shape[s.dimension : s.dimension + 1])
     if None in found and len(sizes) > 1:
-        _refuse(ranks, arguments, arrays, places, found)
+        _refuse(ranks, arguments, arrays, places, found, traces)
     splits = tuple(split or Split(0) for split in found)
     for x, place, split in zip(arrays, places, splits, strict=True):
         _check_divides(ranks, x, place, split)
@@ -189,11 +191,13 @@ def _refuse(
     arrays: Sequence[jax.Array],
     places: Sequence[Place],
     found: Sequence[Split | None],
+    traces: Callable[[Sequence[Split]], bool],
 ) -> None:
     """Raises ValueError with an in_specs that splits the arrays of the likeliest length.
 
     That is one of which the ranks can have equal parts, and which most arguments have. Of several,
-    it is that of the last argument: the batch comes after frozen parameters.
+    it is that of the last argument: the batch comes after frozen parameters. If the loss cannot be
+    traced so, arguments that also have other lengths may be frozen parameters.
     """
     # What is known to be split elsewhere than along its rows may be so by mistake.
     open_ = [i for i, split in enumerate(found) if split is None or split.dimension]
@@ -207,16 +211,31 @@ def _refuse(
     arguments_of = Counter(n for _, n in lengths)
     last = {n: number for number, n in lengths}
     size = max(last, key=lambda n: (n > 0 and n % ranks.world == 0, arguments_of[n], last[n]))
-    specs: dict[int, list[Spec]] = {}
-    for number in dict.fromkeys(places[i].argument for i in open_):
-        own = [i for i, p in enumerate(places) if p.argument == number]
-        specs[number] = [ranks.spec(0 if arrays[i].shape[:1] == (size,) else known(i)) for i in own]
-    batches = [each for each in specs.values() if set(each) == {ranks.spec(0)}]
+    owned: dict[int, list[int]] = {places[i].argument: [] for i in open_}
+    for i, place in enumerate(places):
+        if place.argument in owned:
+            owned[place.argument].append(i)
+    specs = {
+        i: ranks.spec(0 if arrays[i].shape[:1] == (size,) else known(i))
+        for own in owned.values()
+        for i in own
+    }
+
+    def fits(specs: Mapping[int, Spec]) -> bool:
+        splits = [split or Split() for split in found]
+        for i, spec in specs.items():
+            splits[i] = Split(ranks.dimension(spec))
+        return traces(splits)
+
+    several = [x for x in owned.values() if {specs[i] for i in x} == {ranks.spec(0), Spec()}]
+    if several:
+        wholes = (x for n in range(len(several) + 1) for x in combinations(several, n))
+        tried = (specs | {i: Spec() for own in whole for i in own} for whole in wholes)
+        specs = next((x for x in tried if ranks.spec(0) in x.values() and fits(x)), specs)
     written = {}
-    for number, each in specs.items():
-        # Beside a whole batch, arrays of several lengths are not a part of it.
-        some = [Spec()] if batches and set(each) == {ranks.spec(0), Spec()} else each
-        one = line(some[0]) if len(set(some)) == 1 else None
+    for number, own in owned.items():
+        each = [specs[i] for i in own]
+        one = line(each[0]) if len(set(each)) == 1 else None
         written[arguments[number].name] = one or arguments[number].parameters(map(line, each))
     listed = ", ".join(
         f"{places[i].path} {shown(arrays[i])}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -304,7 +303,8 @@ class ValueAndGrad:
         trained = [i for i, place in enumerate(program.places) if place.trained]
         pairs = zip(trained, shards.dimensions, strict=True)
         cut = {i: d for i, d in pairs if d is not None}
-        splits = split.choose(ranks, *given, self._in_specs, cut, is_raw_key)
+        traces = functools.partial(_traces, program, arrays)
+        splits = split.choose(ranks, *given, self._in_specs, cut, is_raw_key, traces)
         if ranks.world > 1 and all(s.dimension is None for s in splits):
             raise ValueError(
                 f"{CALLER}: nothing is split over {ranks.axis!r}, so each of its {ranks.world} "
@@ -428,6 +428,15 @@ class _Step:
         )(list(consts), placed, state)
 
 
+def _traces(program: Program, arrays: Sequence[jax.Array], splits: Sequence[Split]) -> bool:
+    """Whether the loss can be traced for a rank's part of arrays that are split so."""
+    try:
+        program.part(arrays, splits)
+    except Exception:
+        return False
+    return True
+
+
 def _of_a_part(
     program: Program, arrays: Sequence[jax.Array], splits: tuple[Split, ...], error: Exception
 ) -> Exception:
@@ -449,8 +458,7 @@ def _of_a_part(
                 uneven = other.dimension == 0 and any(arrays[i].shape[0] % ranks.world for i in own)
                 if changed == splits or whole or uneven:
                     continue
-                with contextlib.suppress(Exception):
-                    program.part(arrays, changed)
+                if _traces(program, arrays, changed):
                     yield f"{program.arguments[number].name!r}: {line(ranks.spec(other.dimension))}"
 
     remedy = (

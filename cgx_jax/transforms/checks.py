@@ -77,9 +77,11 @@ def require_options(caller: str, memory: Any, precondition: Any, seed: Any) -> N
     whole = jnp.issubdtype(getattr(seed, "dtype", bool), jnp.integer)
     if not known and (not whole or np.ndim(seed)):
         raise TypeError(f"{caller}: seed={seed!r} is not an integer; pass a Python int.")
-    narrow = not jax.config.jax_enable_x64 and not isinstance(seed, jax.Array)
-    if narrow and not -(2**31) <= seed < 2**32:
-        raise ValueError(f"{caller}: seed={seed} does not fit into 32 bits; pass a smaller one.")
+    bits, most = (64, 2**63) if jax.config.jax_enable_x64 else (32, 2**32)
+    if not isinstance(seed, jax.Array) and not -(2 ** (bits - 1)) <= seed < most:
+        raise ValueError(
+            f"{caller}: seed={seed} does not fit into {bits} bits; pass a smaller one."
+        )
 
 
 def require_type(caller: str, state: Pytree, kind: type) -> None:

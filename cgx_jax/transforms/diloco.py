@@ -379,10 +379,11 @@ class _Workers:
         return after
 
     def _check_own(self, axes: Axes, updates: Pytree) -> None:
-        """Raises ValueError for gradients that are known to be the same on all workers."""
+        """Raises ValueError for gradients that all workers have computed together."""
         for leaf, x in zip(leaves_of(updates), jax.tree.leaves(updates), strict=True):
             missing = sorted(axes.varying() - _compat.varying_axes(x))
-            if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            known = _compat.is_filled(x, axes.names)
+            if missing and jnp.issubdtype(leaf.dtype, jnp.inexact) and not known:
                 raise ValueError(
                     f"{self.name}: the gradient of leaf {leaf} does not vary over axis "
                     f"{missing[0]!r}, so it is the same on all workers: it was taken at params, "

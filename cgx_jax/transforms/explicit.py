@@ -107,7 +107,8 @@ def require_parts(caller: str, names: tuple[str, ...], updates: Pytree, policy: 
         where = operand_of(caller, known[i].path)
         spec = _compat.explicit_spec(where, leaves[i])
         cut = {n for entry in axes_by_dimension(spec, leaves[i].ndim) for n in entry}
-        if not spec.unreduced and not cut & {*names}:
+        reduced = not spec.unreduced and not cut & {*names}
+        if reduced and not _compat.is_filled(leaves[i], names):
             raise ValueError(
                 f"{where} is reduced already: JAX sums the gradients of parameters that are "
                 f"replicated over {names}. Differentiate at cgx_jax.reduced(params, axis_name, "

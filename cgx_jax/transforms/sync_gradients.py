@@ -276,7 +276,7 @@ class Sync:
             return step_on_ranks(
                 self.name, names, self._on_shards, updates, state, self._places(updates)
             )
-        self._check_call(updates)
+        updates = self._own(updates)
         specs = specs_in_types(updates) if self.specs is None else self.specs
         if specs is not None:
             each = specs_of(self.name, specs, updates, names, None)
@@ -300,22 +300,26 @@ class Sync:
     def _names(self) -> tuple[str, ...]:
         return names_of(self.axis_name)
 
-    def _check_call(self, updates: Pytree) -> None:
-        """Raises ValueError for wrappers that cannot work, and for gradients that JAX has summed.
+    def _own(self, updates: Pytree) -> Pytree:
+        """Returns the rank's gradients, with those that are known, such as zeros, as its own.
 
-        Types show these before the traces within. What does not vary may still be known, such as
-        the zeros of frozen parameters.
+        Raises ValueError for wrappers that cannot work, and for gradients that JAX has summed.
+        Types show these before the traces within.
         """
         axes = Axes.resolve(self.name, self._names, None)
         checked = axes.checked()
         check_wrappers(self.name, checked=checked, shards=self.dimensions is not None)
         if axes.world == 1 or not checked:
-            return
-        pairs = zip(leaves_of(updates, self.name), jax.tree.leaves(updates), strict=True)
-        own = [(a, x) for a, x in pairs if isinstance(x, jax.core.Tracer) and x.size]
-        floats = [(a.path, x) for a, x in own if jnp.issubdtype(a.dtype, jnp.inexact)]
-        given = [(path, x) for path, x in floats if not _compat.is_filled(x, axes.names)]
-        axes.check_varying(self.name, given)
+            return updates
+        leaves, treedef = jax.tree.flatten(updates)
+        for i, leaf in enumerate(leaves_of(updates, self.name)):
+            x, counts = leaves[i], jnp.issubdtype(leaf.dtype, jnp.inexact)
+            if not (counts and isinstance(x, jax.core.Tracer) and x.size):
+                continue
+            if _compat.is_filled(x, axes.names):
+                leaves[i] = _compat.vary_over(x, axes.varying())
+            axes.check_varying(self.name, [(leaf.path, leaves[i])])
+        return jax.tree.unflatten(treedef, leaves)
 
     def _places(self, tree: Pytree) -> list[int] | None:
         """Returns the dimension along which each leaf is cut, or None if means stay whole."""
@@ -330,7 +334,7 @@ class Sync:
         that; all else is left to `finish`. So is what is sharded over other axes: each device would
         have a ticket of its own.
         """
-        self._check_call(updates)
+        updates = self._own(updates)
         if self.specs is not None:
             return no_ticket(Axes.resolve(self.name, self._names, None))
         ticket: jax.Array = self._planned(self._started, updates, state)(updates, state)

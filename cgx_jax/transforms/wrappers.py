@@ -17,6 +17,9 @@ _INJECT = (
     "optimizer beside it instead, such as optax.inject_hyperparams(optax.adam)(learning_rate=...)."
 )
 
+# With opaque_mode, its optimizer gets gradients of its own call, once per step.
+_CALLED_BY_SAM = "sam.<locals>.transparent_update_fn"
+
 
 def check_options(caller: str, axis_name: AxisName, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises TypeError for an option that `optax.inject_hyperparams` turned into something else."""
@@ -75,11 +78,10 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
             + " To reduce once per k mini-steps, add up the gradients in the training step "
             "(docs/training_loops.md)."
         )
-
-    if "sam" in around:
+    if _CALLED_BY_SAM in around:
         raise ValueError(
             f"{caller}: optax.contrib.sam around it gives its other optimizer the gradients of one "
-            "rank, so the ranks' parameters drift apart. "
+            "rank, unless that reduces them too, so the ranks' parameters drift apart. "
             + (
                 f"Leave it out: after {caller}, each rank has a shard of the gradients' norm."
                 if shards
@@ -89,13 +91,18 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
 
 
 def _optax_callers() -> dict[str, Any]:
-    """Returns Optax's functions and classes on the call stack, each with its `self`."""
+    """Returns Optax's functions and classes on the call stack, each with its `self`.
+
+    Functions within others are also there by their whole names.
+    """
     found: dict[str, Any] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("optax."):
-            name = frame.f_code.co_qualname.partition(".")[0]
+            whole = frame.f_code.co_qualname
+            name = whole.partition(".")[0]
             found[name] = found.get(name) or frame.f_locals.get("self")
+            found.setdefault(whole)
         frame = frame.f_back
     return found
 
