@@ -26,11 +26,13 @@ from cgx_jax.transforms.precondition import Moments, SecondMoment
 from cgx_jax.transforms.state import (
     Choices,
     CodeState,
+    InRates,
     SyncState,
     has_state,
     kept_by,
     ranks_in,
     restored,
+    trees_of,
 )
 
 # Leaves whose shapes a message names.
@@ -150,16 +152,22 @@ def check_state(
     caller, leaves = expected.caller, expected.leaves
     require_count(caller, "step", state.step)
     require_count(caller, "skipped", state.skipped)
-    kept = kept_by(memory)
-    if len(state.memory) != kept:
+    kept, trees = kept_by(memory), trees_of(state.memory)
+    if len(trees) != kept:
         raise ValueError(
-            f"{caller}: the state holds {len(state.memory)} arrays per leaf, but {memory} keeps "
+            f"{caller}: the state holds {len(trees)} arrays per leaf, but {memory} keeps "
             f"{kept}; {_OTHER_OPTIONS}"
+        )
+    if memory is not None and memory.in_rates != isinstance(state.memory, InRates):
+        held = "of gradients" if memory.in_rates else "of gradients times learning rates"
+        raise ValueError(
+            f"{caller}: the state holds residuals {held}, but {type(memory).__name__} has "
+            f"{'a' if memory.in_rates else 'no'} learning_rate; {_OTHER_OPTIONS}"
         )
     own = state.codes.own if isinstance(state.codes, CodeState) else ()
     require_own_row(caller, (state.memory, own, state.overflow))
-    require_paths(expected, "memory", state.memory)
-    for tree in state.memory:
+    require_paths(expected, "memory", trees)
+    for tree in trees:
         require_rows(expected, "memory", tree)
         for x, leaf in zip(jax.tree.leaves(tree), leaves, strict=True):
             _require_kind(caller, leaf, x.dtype)

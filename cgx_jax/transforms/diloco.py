@@ -208,6 +208,11 @@ class _Workers:
         def moved() -> Pytree:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
+        counts = [jnp.zeros((), jnp.int32)] * 2
+        if self.mesh is not None and not is_bound(names_of(self.axis_name)):
+            counts = lax.with_sharding_constraint(counts, NamedSharding(self.mesh, PartitionSpec()))
+        step, left = counts
+
         def none_sent(own: Pytree) -> tuple[Pytree, Pytree]:
             if not self.delay:
                 return (), ()
@@ -219,13 +224,12 @@ class _Workers:
             own = part.of(params)
             make = functools.partial(none_sent, part.of(like))
             waiting, ticket = rows_of(make, self.axis_name, self.mesh, self.name)
-            made.append(Fragment(part.sync.init(own), self._outer_init(own), waiting, ticket))
+            outer = self._outer_init(own)
+            late = waiting, ticket, left if self.delay else ()
+            made.append(Fragment(part.sync.init(own), outer, *late))
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
-        step = jnp.zeros((), jnp.int32)
-        if self.mesh is not None and not is_bound(names_of(self.axis_name)):
-            step = lax.with_sharding_constraint(step, NamedSharding(self.mesh, PartitionSpec()))
         return LocalState(
             step,
             rows_of(moved, self.axis_name, self.mesh, self.name),
@@ -318,8 +322,9 @@ class _Workers:
         if self.every == 1:
             change, ahead, state, synced = arrive()
             return change, ahead, Fragment(synced, state)
-        sent_at = number - self.delay
-        arrives = (sent_at > 0) & ((sent_at % self.every) == part.offset)
+        due = (number % self.every) == part.offset
+        left = after(fragment.left, moved) if self.delay else jnp.int32(0)
+        arrives = left == 1 if self.delay else due
         change, ahead, state, synced = lax.cond(arrives, arrive, lambda: (*idle, fragment.sync))
         if not self.delay:
             return change, ahead, Fragment(synced, state)
@@ -328,10 +333,12 @@ class _Workers:
             own = sent()
             return as_rows(axes, (own, part.sync.start(own, synced)))
 
-        # What arrives was sent before this step, and leaves its place before the next is sent.
-        due = (number % self.every) == part.offset
+        # What arrives was sent before this step, and leaves its place before the next is sent. With
+        # another delay than before, something may still wait.
+        due &= left <= 1
         waiting, ticket = lax.cond(due, send, lambda: (fragment.waiting, fragment.ticket))
-        return change, ahead, Fragment(synced, state, waiting, ticket)
+        left = jnp.where(due, self.delay, jnp.maximum(left - 1, 0)).astype(jnp.int32)
+        return change, ahead, Fragment(synced, state, waiting, ticket, left)
 
     def _outer_init(self, own: Pytree) -> Pytree:
         """Returns the outer optimizer's state, in the dtypes that its update keeps.

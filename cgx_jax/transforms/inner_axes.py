@@ -203,7 +203,11 @@ def on_shards(
     if isinstance(state, SyncState) and any(map(len, specs)):
         require_whole(caller, state)
         rows = [PartitionSpec(None, *spec) for spec in specs]
-        memory = tuple(jax.tree.unflatten(treedef, rows) for _ in state.memory)
+        tree = jax.tree.unflatten(treedef, rows)
+        known: Any = jax.tree.structure(updates)
+        memory = jax.tree.map(
+            lambda _: tree, state.memory, is_leaf=lambda x: jax.tree.structure(x) == known
+        )
         kept = kept._replace(memory=memory)
     if axes & set(mesh.explicit_axes):  # there, what enters must be typed as in_specs say
         updates, state = jax.tree.map(jax.reshard, (updates, state), (like, kept))

@@ -27,6 +27,11 @@ class Memory(abc.ABC):
     `sync_gradients` raises ValueError for a memory around a compressor that would let it grow.
     """
 
+    @property
+    def in_rates(self) -> bool:
+        """Whether residuals are kept times the learning rates of the steps that lost them."""
+        return False
+
     @abc.abstractmethod
     def init(self, x: Shaped) -> tuple[jax.Array, ...]:
         """The state before the first step of a leaf with the shape and dtype of `x`."""
@@ -83,6 +88,10 @@ class ErrorFeedback(Memory):
             )
         _require_schedule("ErrorFeedback", self.learning_rate)
 
+    @property
+    def in_rates(self) -> bool:
+        return self.learning_rate is not None
+
     def init(self, x: Shaped) -> tuple[jax.Array, ...]:
         return (_zeros(x),)
 
@@ -126,6 +135,10 @@ class MomentumCorrection(Memory):
                 "Use ErrorFeedback() for feedback without momentum."
             )
         _require_schedule("MomentumCorrection", self.learning_rate)
+
+    @property
+    def in_rates(self) -> bool:
+        return self.learning_rate is not None
 
     def init(self, x: Shaped) -> tuple[jax.Array, ...]:
         return _zeros(x), _zeros(x)

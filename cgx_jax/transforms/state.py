@@ -53,12 +53,19 @@ class CodeState(NamedTuple):
     shared: Pytree
 
 
+class InRates(NamedTuple):
+    """The residual trees of a memory that keeps residuals times learning rates."""
+
+    trees: tuple[Pytree, ...]
+
+
 class SyncState(NamedTuple):
     """State of `sync_gradients`; only `memory`, `codes.own` and `overflow` differ between ranks.
 
     * `step`, i32[]: the number of updates.
     * `memory`: () or a tuple of residual trees, in which a leaf of shape s is `[world, *s]`, one
-      row per rank (`[1, *s]` inside shard_map and pmap).
+      row per rank (`[1, *s]` inside shard_map and pmap). With a schedule of learning rates it is
+      `InRates`, since these residuals are other numbers.
     * `statistics`: () or what an adaptive policy measures.
     * `moments`: () or the `Moments` by which gradients are preconditioned.
     * `codes`: () or the `CodeState` of compressors that have state.
@@ -88,13 +95,15 @@ class Fragment(NamedTuple):
     `sync` is the `SyncState` of its reductions, and `outer` the state of the outer optimizer. With
     a delay, `waiting` is what a rank has sent and nobody has applied yet, and `ticket`,
     u32[world, 2], that of the reduction on its way (`Exchange.start`); both differ between ranks.
-    Without a delay both are ().
+    `left`, i32[], counts the steps until that is applied; 0: nothing waits. Without a delay all
+    three are ().
     """
 
     sync: Annotated[SyncState, SyncState]
     outer: Pytree
     waiting: Annotated[Pytree, PerRank.MEAN] = ()
     ticket: Annotated[Pytree, PerRank.RESTART] = ()
+    left: Any = ()
 
 
 class LocalState(NamedTuple):
@@ -288,16 +297,18 @@ def by_tree(
     return tuple(jax.tree.unflatten(treedef, part) for part in parts)
 
 
-def rows_after(
-    memory: tuple[Pytree, ...], rows: list[tuple[jax.Array, ...]], axes: Axes
-) -> tuple[Pytree, ...]:
-    """Returns the memories after a step, whose leaves have these rows; () if there are none."""
-    if not memory:
+def trees_of(memory: Any) -> tuple[Pytree, ...]:
+    """Returns the trees of the memory in a state."""
+    trees: tuple[Pytree, ...] = memory.trees if isinstance(memory, InRates) else memory
+    return trees
+
+
+def rows_after(memory: Pytree, rows: list[tuple[jax.Array, ...]], axes: Axes) -> Pytree:
+    """Returns the memory after a step, whose leaves have these rows; () if there is none."""
+    if not (trees := trees_of(memory)):
         return ()
-    new: tuple[Pytree, ...] = as_rows(
-        axes, by_tree(rows, jax.tree.structure(memory[0]), len(memory))
-    )
-    return new
+    new = as_rows(axes, by_tree(rows, jax.tree.structure(trees[0]), len(trees)))
+    return InRates(new) if isinstance(memory, InRates) else new
 
 
 def overflow_after(overflow: Pytree, counts: list[jax.Array], axes: Axes) -> Pytree:
@@ -324,7 +335,7 @@ def state_of_any_tree(
     leaf = jnp.zeros((), jnp.int32)
     return SyncState(
         step=leaf,
-        memory=(params,) * kept_by(memory),
+        memory=_marked(memory, (params,) * kept_by(memory)),
         statistics=leaf if adapts else (),
         moments=() if precondition is None else Moments(params, *[leaf] * 5),
         codes=leaf,
@@ -338,6 +349,10 @@ def kept_by(memory: Memory | None) -> int:
     if memory is None:
         return 0
     return len(jax.eval_shape(memory.init, jax.ShapeDtypeStruct((), jnp.float32)))
+
+
+def _marked(memory: Memory | None, trees: Any) -> Pytree:
+    return InRates(trees) if memory is not None and memory.in_rates else trees
 
 
 def init_memory(
@@ -359,7 +374,7 @@ def init_memory(
     count = kept_by(memory)
     make = lambda: by_tree([memory.init(x) for x in like], treedef, count)  # noqa: E731
     specs = [(PartitionSpec() if s is None else s.spec,) * count for s in shardings]
-    return rows_of(make, axis_name, mesh, caller, by_tree(specs, treedef, count))
+    return _marked(memory, rows_of(make, axis_name, mesh, caller, by_tree(specs, treedef, count)))
 
 
 def init_overflow(

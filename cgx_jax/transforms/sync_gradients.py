@@ -67,6 +67,7 @@ from cgx_jax.transforms.state import (
     overflow_after,
     rows_after,
     state_of_any_tree,
+    trees_of,
 )
 from cgx_jax.transforms.units import Scales, moved, scales_of
 from cgx_jax.transforms.wrappers import check_options, check_wrappers
@@ -266,6 +267,24 @@ class Sync:
                     f"checkpoint holds one. {remedy} (docs/quickstart/hsdp.md)."
                 )
 
+    def _require_kept(self, updates: Pytree, state: SyncState) -> None:
+        """Raises ValueError if the state, as typed, is one of several that it would become."""
+        leaves, names = jax.tree.leaves(updates), frozenset(self._names)
+        over = [_compat.varying_axes(x) - names for x in leaves]
+        rest = state.moments[1:], state.statistics, state.codes, state.overflow
+        kept = [(frozenset[str]().union(*over), x) for x in jax.tree.leaves(rest)]
+        for tree in trees_of(state.memory):
+            kept += zip(over, jax.tree.leaves(tree), strict=False)
+        if lacking := sorted(other for axes, x in kept for other in axes - _compat.varying_axes(x)):
+            raise ValueError(
+                f"{self.name}: gradients also vary over axis {lacking[0]!r}, but the state does "
+                "not, so devices that share a rank would keep different states, of which a "
+                f"checkpoint holds one. Reduce over all axes at once: {self.name}("
+                f"{(*self._names, lacking[0])}, ...). Or average over {lacking[0]!r} before, as "
+                "jax.lax.pmean does. For parameters that are sharded over it, see "
+                "docs/quickstart/hsdp.md."
+            )
+
     def update(
         self, updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
     ) -> tuple[Pytree, SyncState]:
@@ -277,6 +296,8 @@ class Sync:
                 self.name, names, self._on_shards, updates, state, self._places(updates)
             )
         updates = self._own(updates)
+        if self.cuts is None:
+            self._require_kept(updates, state)
         specs = specs_in_types(updates) if self.specs is None else self.specs
         if specs is not None:
             each = specs_of(self.name, specs, updates, names, None)
@@ -397,7 +418,7 @@ class Sync:
         plan, (leaves, treedef) = share.plan, jax.tree.flatten(updates)
         self._check(state, share, choices, treedef)
         scales = scales_of(self.precondition, state.moments, share)
-        before = by_leaf(state.memory, len(leaves))
+        before = by_leaf(trees_of(state.memory), len(leaves))
         wanted, kept = compensated(self.memory, leaves, before, state.step, share.taken.compressed)
         units = None if scales is None else share.units(scales.units)
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
