@@ -69,10 +69,7 @@ BUILDS = {
     "no kernels asked for": Build("off"),
     "no C++ compiler": Build("auto", (), COMPILERS, options=NO_SYSTEM_PATH),
     "no C++ compiler, kernels asked for": Build(
-        "on",
-        ("CMAKE_CXX_COMPILER not set", *CPU_REMEDY),
-        COMPILERS,
-        options=NO_SYSTEM_PATH,
+        "on", ("CMAKE_CXX_COMPILER not set", *CPU_REMEDY), COMPILERS, options=NO_SYSTEM_PATH
     ),
     "a compiler older than C++17": Build(
         "on",

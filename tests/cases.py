@@ -9,33 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from cgx_jax.compressors import (
-    DGC,
-    INCEPTIONN,
-    QSGD,
-    AdaptiveThreshold,
-    BlockTopK,
-    Cast,
-    DynamicTree8,
-    Identity,
-    Natural,
-    NonUniform,
-    OneBit,
-    PowerSGD,
-    QSparse,
-    Quantize,
-    RandomK,
-    ScaledSign,
-    SharedTernGrad,
-    ShiftedLattice,
-    SignSGD,
-    Signum,
-    SketchML,
-    TernGrad,
-    ThreeLC,
-    Threshold,
-    TopK,
-)
+from cgx_jax import Cast, Identity, Quantize
+from cgx_jax import compressors as codes
 from toys import Difference, Largest, RankOne, Steps, Vote
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -55,6 +30,7 @@ class Case:
         return self.compressor.has_state((8, 8), jnp.float32)
 
 
+_WHOLE = ("gather_sum",)
 CASES = {
     "quantize 1": Case(Quantize(1, 64), zeros="rows"),
     "quantize 3": Case(Quantize(3, 96), zeros="rows"),
@@ -71,43 +47,41 @@ CASES = {
     "float8": Case(Cast(jnp.float8_e5m2)),
     "float8 without infinity": Case(Cast(jnp.float8_e4m3fn)),
     "identity": Case(Identity(), reductions=()),
-    "sign": Case(SignSGD(), reductions=("scatter_gather",), zeros="move"),
-    "sign of momentum": Case(Signum(0.5), reductions=("scatter_gather",), zeros="move"),
-    "scaled sign": Case(ScaledSign(96), zeros="move"),
-    "one bit": Case(OneBit(100), zeros="move"),
-    "qsgd": Case(QSGD(7, 128)),
-    "qsgd of the largest": Case(QSGD(3, 50, norm="max")),
-    "qsgd in 8 bits": Case(QSGD(127)),
-    "ternary": Case(TernGrad(64)),
-    "ternary, not clipped": Case(TernGrad(100, clip=None)),
-    "ternary, shared scale": Case(SharedTernGrad(64), reductions=("sum_rounds",)),
-    "shifted lattice": Case(ShiftedLattice(4, 64), zeros="move"),
-    "three values": Case(ThreeLC(100, sparsity=1.5)),
-    "natural": Case(Natural()),
-    "dynamic tree": Case(DynamicTree8(100)),
-    "exponential levels": Case(NonUniform(4, "exponential", 100)),
-    "exponential levels in 2 bits": Case(NonUniform(2, "exponential", 96)),
-    "fitted levels": Case(NonUniform(3, "fitted", 96)),
-    "top k": Case(TopK(0.1), reductions=("gather_sum",)),
-    "top 5": Case(TopK(5), reductions=("gather_sum",)),
-    "top k of quantized": Case(
-        TopK(0.2, values=Quantize(8, 32)), reductions=("gather_sum",), zeros="move"
-    ),
-    "quantized at random": Case(QSparse(0.3, values=QSGD(7, 32)), reductions=("gather_sum",)),
-    "top k of every bucket": Case(BlockTopK(3, 64)),
-    "top k of every bucket, bfloat16": Case(BlockTopK(9, 100, values=Cast(jnp.bfloat16))),
-    "threshold": Case(Threshold(1.0, 0.2), reductions=("gather_sum",)),
-    "sampled threshold": Case(DGC(0.1), reductions=("gather_sum",)),
-    "random k": Case(RandomK(0.1), reductions=("sum_rounds",)),
-    "random k, unbiased": Case(RandomK(0.3, scaled=True), reductions=("sum_rounds",)),
-    "adaptive threshold": Case(AdaptiveThreshold(0.1), reductions=("gather_sum",)),
-    "quantile bins": Case(SketchML(16)),  # if so many are zeros
-    "classes of exponents": Case(INCEPTIONN((0.1, 0.3, 0.5))),
-    "low rank": Case(PowerSGD(2), reductions=("sum_rounds",), zeros="rows"),
+    "sign": Case(codes.SignSGD(), reductions=("scatter_gather",), zeros="move"),
+    "sign of momentum": Case(codes.Signum(0.5), reductions=("scatter_gather",), zeros="move"),
+    "scaled sign": Case(codes.ScaledSign(96), zeros="move"),
+    "one bit": Case(codes.OneBit(100), zeros="move"),
+    "qsgd": Case(codes.QSGD(7, 128)),
+    "qsgd of the largest": Case(codes.QSGD(3, 50, norm="max")),
+    "qsgd in 8 bits": Case(codes.QSGD(127)),
+    "ternary": Case(codes.TernGrad(64)),
+    "ternary, not clipped": Case(codes.TernGrad(100, clip=None)),
+    "ternary, shared scale": Case(codes.SharedTernGrad(64), reductions=("sum_rounds",)),
+    "shifted lattice": Case(codes.ShiftedLattice(4, 64), zeros="move"),
+    "three values": Case(codes.ThreeLC(100, sparsity=1.5)),
+    "natural": Case(codes.Natural()),
+    "dynamic tree": Case(codes.DynamicTree8(100)),
+    "exponential levels": Case(codes.NonUniform(4, "exponential", 100)),
+    "exponential levels in 2 bits": Case(codes.NonUniform(2, "exponential", 96)),
+    "fitted levels": Case(codes.NonUniform(3, "fitted", 96)),
+    "top k": Case(codes.TopK(0.1), _WHOLE),
+    "top 5": Case(codes.TopK(5), _WHOLE),
+    "top k of quantized": Case(codes.TopK(0.2, values=Quantize(8, 32)), _WHOLE, zeros="move"),
+    "quantized at random": Case(codes.QSparse(0.3, values=codes.QSGD(7, 32)), _WHOLE),
+    "top k of every bucket": Case(codes.BlockTopK(3, 64)),
+    "top k of every bucket, bfloat16": Case(codes.BlockTopK(9, 100, values=Cast(jnp.bfloat16))),
+    "threshold": Case(codes.Threshold(1.0, 0.2), _WHOLE),
+    "sampled threshold": Case(codes.DGC(0.1), _WHOLE),
+    "random k": Case(codes.RandomK(0.1), reductions=("sum_rounds",)),
+    "random k, unbiased": Case(codes.RandomK(0.3, scaled=True), reductions=("sum_rounds",)),
+    "adaptive threshold": Case(codes.AdaptiveThreshold(0.1), _WHOLE),
+    "quantile bins": Case(codes.SketchML(16)),  # if so many are zeros
+    "classes of exponents": Case(codes.INCEPTIONN((0.1, 0.3, 0.5))),
+    "low rank": Case(codes.PowerSGD(2), reductions=("sum_rounds",), zeros="rows"),
     "chunked toy": Case(Steps()),
     "voting toy": Case(Vote(), reductions=("scatter_gather",)),
-    "sparse toy": Case(Largest(), reductions=("gather_sum",)),
-    "toy with state": Case(Difference(), reductions=("gather_sum",)),
+    "sparse toy": Case(Largest(), _WHOLE),
+    "toy with state": Case(Difference(), _WHOLE),
     "summed toy": Case(RankOne(), reductions=("sum_rounds",), zeros="rows"),
 }
 LOSSY = {name: case for name, case in CASES.items() if case.reductions}
@@ -138,14 +112,9 @@ _QUICK_PAIRS = {
 }
 # One for each way in which codes are made and reduced.
 FEW = {
-    *("quantize 4", "sign of momentum", "top k", "random k"),
-    *(
-        "quantize 4, scatter_gather",
-        "quantize 4, ring",
-        "top k, gather_sum",
-        "random k, sum_rounds",
-    ),
-    *("natural, ring", "stochastic, tree", "voting toy, scatter_gather"),
+    *("quantize 4", "sign of momentum", "top k", "random k", "quantize 4, scatter_gather"),
+    *("quantize 4, ring", "top k, gather_sum", "random k, sum_rounds", "natural, ring"),
+    *("stochastic, tree", "voting toy, scatter_gather"),
 }
 
 

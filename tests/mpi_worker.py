@@ -389,10 +389,9 @@ def killed():
 def disagreement():
     """The last rank runs a different plan, or a different reduction."""
     mesh = mesh_of(data=WORLD)
-    options = {
-        "widths": {"compressor": Quantize(8)},
-        "reductions": {"reduction": "gather_sum"},
-    }[sys.argv[2]]
+    options = {"widths": {"compressor": Quantize(8)}, "reductions": {"reduction": "gather_sum"}}[
+        sys.argv[2]
+    ]
     x = place(mesh, normal(WORLD, 10_000))
     report(failing(reducer(mesh, **(options if RANK == WORLD - 1 else {})), x)[0])
     MPI.COMM_WORLD.Barrier()  # the first to leave with an error ends the others

@@ -74,6 +74,18 @@ def check_ranks(program: str, world: int, seconds: float = 240) -> None:
             rank.wait()
 
 
+def launched(*arguments: object, **variables: str) -> list[subprocess.Popen]:
+    """Starts `command_line` twice, with the variables of Open MPI's launcher."""
+    variables |= {
+        "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"
+    return [command_line(*arguments, **variables, **dict.fromkeys(names, r)) for r in "01"]
+
+
 def command_line(*arguments: object, **variables: str) -> subprocess.Popen:
     """Starts `python -m cgx_jax` as a user does."""
     return start([sys.executable, "-m", "cgx_jax", *map(str, arguments)], **variables)

@@ -75,7 +75,7 @@ def test_bits_follow_the_change_of_the_norm_and_two_plans_are_compiled_once_each
 
 # Step 9 lies between a look and its use.
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [9, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [9, 13])
 def test_a_resumed_run_compares_with_the_norm_before_the_break(steps):
     first = Training(accordion(), memory=ErrorFeedback())
     first.run(steps)

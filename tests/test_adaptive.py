@@ -17,6 +17,7 @@ from cgx_jax.leaves import Leaf, leaves_of
 from cgx_jax.policies import LeastBytes, LeastError
 from cgx_jax.policies.decide import Decision, Subject, decide
 from hlo import before, computations, entry_of, named
+from worlds import on_ranks
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
@@ -268,19 +269,15 @@ def test_wrong_options_are_refused(options, message):
 def test_calls_that_keep_no_statistics_refuse_it():
     policy = few()
 
-    def reduced(call, options):
-        f = lambda grads: call(jax.tree.map(lambda x: x[0], grads), "data", policy, **options)  # noqa: E731
-        f = jax.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P())
-        return jax.eval_shape(f, gradients(0))
-
     for call, options in (
         (cgx_jax.pmean_compressed, {}),
         (cgx_jax.reduce_in_backward, {}),
         (cgx_jax.psum_scatter_compressed, {"tiled": True}),
         (cgx_jax.all_gather_compressed, {}),
     ):
+        f = functools.partial(call, axis_name="data", compressor=policy, **options)
         with pytest.raises(ValueError, match=f"{call.__name__}: Adaptive adapts to statistics"):
-            reduced(call, options)
+            jax.eval_shape(on_ranks(f, MESH, out=P()), gradients(0))
 
 
 # --- decisions, without a training around them.
@@ -295,16 +292,9 @@ def averages(a, b):
     return {"error": error, "square": square, "nonfinite": np.zeros(2)}
 
 
-def decision(now, measured, plans=(), hysteresis=0.05, max_plans=9):
-    return decide(
-        measured,
-        SUBJECT,
-        LeastBytes(),
-        now,
-        plans or (now,),
-        hysteresis=hysteresis,
-        max_plans=max_plans,
-    )
+def decision(now, measured, plans=(), max_plans=9):
+    how = {"hysteresis": 0.05, "max_plans": max_plans}
+    return decide(measured, SUBJECT, LeastBytes(), now, plans or (now,), **how)
 
 
 def test_a_decision_is_a_pure_function_of_what_it_is_given():
@@ -324,9 +314,8 @@ def test_at_the_bound_only_a_known_plan_that_errs_no_more_is_taken():
     coarse = (WIDTHS[0], WIDTHS[0])
     got = decision(start, averages(1000, 1), (start, coarse, finer), max_plans=3)
     assert got.compressors in (start, finer)
-    assert decision(coarse, averages(1000, 1), (coarse, finer), max_plans=2) == Decision(
-        "changed", finer
-    )
+    got = decision(coarse, averages(1000, 1), (coarse, finer), max_plans=2)
+    assert got == Decision("changed", finer)
 
 
 def test_the_statistics_are_summed_after_all_other_collectives():

@@ -225,7 +225,6 @@ def test_a_checkpoint_of_other_adaptive_leaves_is_refused(mixed):
     saved = mixed[0].policy.state_dict()
     fewer = adaptive(base=Rules([Rule(Identity(), path="big")], PLAIN), candidates=MIXED)
     fewer.load_state_dict(saved)
-    with pytest.raises(
-        ValueError, match="saved policy has 3 adaptive leaves, but this one has 2; pass"
-    ):
+    says = "saved policy has 3 adaptive leaves, but this one has 2; pass"
+    with pytest.raises(ValueError, match=says):
         Training(fewer)

@@ -138,42 +138,28 @@ BAD_TEXT = {
     "no schema": (edited(schema="gone"), "schema=None"),
     "a field too many": (edited(color=1), r"missing \[\], unknown \['color'\]"),
     "no speed": (edited(algbw=float("nan")), "algbw=nan"),
-    "a codec of one kind": (
-        edited(codec={"plain": 1e-9}),
-        r"codec has fields missing \['noise', 'rotation', 'units'\]",
-    ),
+    "a codec of one kind": (edited(codec={"plain": 1e-9}),
+                            r"codec has fields missing \['noise', 'rotation', 'units'\]"),
     "a codec of no kind": (edited(codec=None), "codec=None"),
-    "an engine of no exchange": (
-        edited(engine={"streams": 4}),
-        "engine=.*exchange='nccl'.*streams",
-    ),
-    "an engine of one option": (
-        edited(engine=mpi_with(window=4)),
-        "engine=.*segment_bytes.*threads",
-    ),
-    "an engine of text": (
-        edited(engine=mpi_with(**dict.fromkeys(Mpi.tuned, "4"))),
-        "engine: segment_bytes='4'",
-    ),
-    "an engine that cannot run": (
-        edited(engine=mpi_with(**dict.fromkeys(Mpi.tuned, 1))),
-        "segment_bytes=1 ",
-    ),
-    "an engine of nine streams": (
-        edited(engine={"exchange": "nccl", "streams": 9}),
-        r"Nccl: streams=9 must be a whole number in \[1, 8\]",
-    ),
+    "an engine of no exchange": (edited(engine={"streams": 4}),
+                                 "engine=.*exchange='nccl'.*streams"),
+    "an engine of one option": (edited(engine=mpi_with(window=4)),
+                                "engine=.*segment_bytes.*threads"),
+    "an engine of text": (edited(engine=mpi_with(**dict.fromkeys(Mpi.tuned, "4"))),
+                          "engine: segment_bytes='4'"),
+    "an engine that cannot run": (edited(engine=mpi_with(**dict.fromkeys(Mpi.tuned, 1))),
+                                  "segment_bytes=1 "),
+    "an engine of nine streams": (edited(engine={"exchange": "nccl", "streams": 9}),
+                                  r"Nccl: streams=9 must be a whole number in \[1, 8\]"),
     "a codec of no time": (edited(codec=CODEC._asdict() | {"noise": 0}), "codec noise=0 "),
     "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no row has the method psum"),
-    "a short row": (
-        edited(rows=[["psum", 32, 4096]]),
-        r"rows\[0\]=.* is not an object with the fields .*seconds",
-    ),
+    "a short row": (edited(rows=[["psum", 32, 4096]]),
+                    r"rows\[0\]=.* is not an object with the fields .*seconds"),
     "an unknown method": (edited(rows=[["pigeon", 4, 4096, 1.0]]), "pigeon.*psum.*mpi.*xla"),
     "no bits": (edited(rows=[["psum", 0, 4096, 1.0]]), "bits in 0..32"),
     "a negative time": (edited(rows=[["psum", 32, 4096, -1.0]]), "positive seconds"),
     "a row twice": (edited(rows=[["psum", 32, 4096, 1.0]] * 2), "two rows"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_TEXT)
@@ -355,9 +341,7 @@ def test_noise_and_rotation_are_priced(kind, usable):
 
 
 def test_a_kind_that_measures_faster_than_plain_costs_nothing():
-    quick = dataclasses.replace(
-        MEASURED, codec=Codec(plain=2e-9, noise=1e-9, rotation=1e-9, units=1e-9)
-    )
+    quick = dataclasses.replace(MEASURED, codec=Codec(2e-9, 1e-9, 1e-9, 1e-9))
     load = slow_codec(fp32(10 * MB), **KINDS["all"])
     assert auto.estimate(quick, "xla", load) == pytest.approx(5e-3)
 
@@ -367,8 +351,6 @@ def test_decoding_every_payload_is_priced():
     rows = [*MEASURED.rows, Row("xla/gather_sum", 4.125, MB, 1e-3)]
     made = profile(rows, codec=CODEC)
     load = dataclasses.replace(fp32(MB), rotated=MB // 4)
-    beyond = [
-        auto.estimate(made, method, load) - auto.estimate(made, method, fp32(MB))
-        for method in ("xla", "xla/gather_sum")
-    ]
+    cost = lambda method, load: auto.estimate(made, method, load)  # noqa: E731
+    beyond = [cost(m, load) - cost(m, fp32(MB)) for m in ("xla", "xla/gather_sum")]
     assert beyond[1] / beyond[0] == pytest.approx(4 / (7 / 4))

@@ -15,14 +15,16 @@ VALUES = jax.ShapeDtypeStruct((25_000_000,), jnp.float32)
     ("other", "first"), [(Quantize(4), 15), (Identity(), 113)], ids=["4 bits", "fp32"]
 )
 def test_gathered_top_k_sends_more_from_this_many_ranks_on(other, first):
-    for world, more in ((first - 1, False), (first, True)):
-        sent = [Plan.build(VALUES, c).wire_bytes(world) for c in (TopK(0.01), other)]
-        assert (sent[0] > sent[1]) == more
+    gathered, whole = (Plan.build(VALUES, c) for c in (TopK(0.01), other))
+    for world in range(2, 128):
+        assert (gathered.wire_bytes(world) > whole.wire_bytes(world)) == (world >= first)
 
 
 def test_block_top_k_sends_less_than_twice_its_payload_on_any_number_of_ranks():
     payload = BlockTopK(5).payload_bytes(VALUES.size)
-    assert Plan.build(VALUES, BlockTopK(5)).wire_bytes(1024) < 2.2 * payload
+    blocks, bits = (Plan.build(VALUES, c) for c in (BlockTopK(5), Quantize(4)))
+    assert blocks.wire_bytes(1024) < 2.2 * payload
+    assert all(blocks.wire_bytes(n) < bits.wire_bytes(n) / 8 for n in range(2, 65))
 
 
 def test_the_picture_s_limits_are_those_of_the_model():

@@ -19,7 +19,8 @@ from cgx_jax import Cast, Identity, Plan, Quantize, Rules
 from cgx_jax.compressors import DGC
 from cgx_jax.exchanges import base
 from cgx_jax.kernels.primitives import Sent
-from worlds import RANKS, first, normal, on_ranks, ranks
+from hlo import collectives
+from worlds import RANKS, first, normal, on_ranks, ranks, sharded
 
 pytestmark = pytest.mark.oldest
 
@@ -27,6 +28,7 @@ WORLD = 8
 Q8 = Quantize(8)
 STOCHASTIC = Quantize(8, rounding="stochastic")
 KEY = jax.random.key(7)
+XLA = {"exchange": "xla"}
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +69,8 @@ def psum(x, axis="data", compressor=Q8, **kw):
 def run_shard_map(f, tree, *, kind="auto", jit=True, check_vma=True):
     mesh = mesh_of(kind)
     spec = P(mesh.axis_names)
-    g = jax.shard_map(
-        lambda t: f(first(t)), mesh=mesh, in_specs=spec, out_specs=P(), check_vma=check_vma
-    )
+    how = {"mesh": mesh, "in_specs": spec, "out_specs": P(), "check_vma": check_vma}
+    g = jax.shard_map(lambda t: f(first(t)), **how)
     if kind == "explicit":
         tree = jax.device_put(tree, NamedSharding(mesh, spec))
     return (jax.jit(g) if jit else g)(tree)
@@ -77,8 +78,7 @@ def run_shard_map(f, tree, *, kind="auto", jit=True, check_vma=True):
 
 def mapped(f, *, out=RANKS, check_vma=True):
     """Returns f of each rank's rows, compiled."""
-    specs = {"in_specs": RANKS, "out_specs": out, "check_vma": check_vma}
-    return jax.jit(jax.shard_map(f, mesh=mesh_of("auto"), **specs))
+    return sharded(f, mesh_of("auto"), RANKS, out, check_vma=check_vma)
 
 
 def in_scan(t):
@@ -207,8 +207,8 @@ def test_identity_is_lax_psum_bit_for_bit(dtype):
 
 def test_identity_takes_an_operand_that_does_not_vary():
     f = lambda v: cgx_jax.psum_compressed(v, "data", Identity())  # noqa: E731
-    f = jax.jit(jax.shard_map(f, mesh=mesh_of("auto"), in_specs=P(), out_specs=P()))
-    np.testing.assert_array_equal(f(np.ones((3, 4))), np.full((3, 4), WORLD))
+    got = sharded(f, mesh_of("auto"), P())(np.ones((3, 4)))
+    np.testing.assert_array_equal(got, np.full((3, 4), WORLD))
 
 
 SCALARS = [3, 2.5, True, 1 + 2j, np.float32(2.5), np.float16(2.5), np.int32(3), np.bool_(True)]
@@ -282,16 +282,11 @@ def test_means_of_integers_are_the_nearest_whatever_their_sum(dtype, world):
     x = jnp.asarray(x.tolist(), dtype)
 
     def f(x):
-        sync, scatter = (
-            make("data", Q8, exchange="xla")
-            for make in (cgx_jax.sync_gradients, cgx_jax.scatter_gradients)
-        )
-        tree = {"n": x[0]}
-        return updated(sync, tree)["n"][None], updated(scatter, tree)["n"]
+        makers = cgx_jax.sync_gradients, cgx_jax.scatter_gradients
+        mean, part = (updated(make("data", Q8, **XLA), {"n": x[0]})["n"] for make in makers)
+        return mean[None], part
 
-    call = jax.jit(
-        jax.shard_map(f, mesh=ranks(world), in_specs=RANKS, out_specs=RANKS, check_vma=False)
-    )
+    call = sharded(f, ranks(world), RANKS, RANKS, check_vma=False)
     for got in (call(x)[0][0], call(x)[0][-1], call(x)[1]):
         assert got.dtype == dtype
         np.testing.assert_array_equal(np.asarray(got).astype(int), want)
@@ -333,32 +328,26 @@ def test_gradient_and_tangent_are_those_of_lax_psum(wrap):
 def test_gradient_through_shard_map_is_exact():
     w, x = normal(20, 30), normal(WORLD, 20, 30, seed=1)
 
-    def total(reduce):
+    def gradient(reduce):
         f = lambda w, x: reduce(loss(w, x[0]))  # noqa: E731
-        return jax.shard_map(f, mesh=mesh_of("auto"), in_specs=(P(), P("data")), out_specs=P())
+        return jax.jit(jax.grad(sharded(f, mesh_of("auto"), (P(), RANKS))))(w, x)
 
-    ours = jax.jit(jax.grad(total(psum)))(w, x)
-    theirs = jax.jit(jax.grad(total(lambda v: lax.psum(v, "data"))))(w, x)
+    ours, theirs = gradient(psum), gradient(lambda v: lax.psum(v, "data"))
     np.testing.assert_array_equal(ours, theirs)
 
 
 def test_false_claim_of_replication_is_refused(tree):
-    f = jax.shard_map(
-        lambda t: psum(first(t), "a"), mesh=mesh_of("two"), in_specs=P(("a", "b")), out_specs=P()
-    )
     with pytest.raises(ValueError, match="out_specs"):
-        jax.eval_shape(f, tree)
+        run_shard_map(lambda t: psum(t, "a"), tree, kind="two")
 
 
 def test_only_small_bytes_are_on_the_wire():
     x = normal(WORLD, 64, 1024)
     f = mapped(lambda v: psum({"w": v[0]}, compressor=Quantize(4)), out=P())
     text = f.lower(x).compile().as_text()
-    found = re.findall(
-        r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce|collective-permute)", text
-    )
-    assert sorted({kind for _, kind in found}) == ["all-gather", "all-to-all"]
-    assert {dtype for dtype, _ in found} == {"u8"}
+    found = collectives(text)
+    assert {c.op for c in found} == {"all-gather", "all-to-all"}
+    assert {c.dtype for c in found} == {"u8"}
     plan = Plan.build({"w": x[0]}, Quantize(4))
     arithmetic = 2 * (WORLD - 1) / WORLD * x[0].size * (4 + 64 / 512) / 8
     assert plan.wire_bytes(WORLD) <= 1.03 * arithmetic
@@ -369,6 +358,12 @@ def test_non_finite_values_reach_every_rank_as_nan():
     x[2, 0, 5], x[3, 2, 1] = np.inf, np.nan
     got = run_shard_map(lambda v: psum({"w": v})["w"], x)
     np.testing.assert_array_equal(np.isnan(got).all(1), [True, False, True, False])
+
+
+HALVES_OF = [
+    (cgx_jax.psum_scatter_compressed, lax.psum_scatter, "scatter_dimension"),
+    (cgx_jax.all_gather_compressed, lax.all_gather, "axis"),
+]
 
 
 @pytest.mark.parametrize("compressor", [Q8, STOCHASTIC, Cast(jnp.bfloat16), Identity()], ids=str)
@@ -382,21 +377,12 @@ def test_non_finite_values_reach_every_rank_as_nan():
 def test_scatter_and_gather_match_their_namesakes(compressor, tiled, dimension):
     x = normal(WORLD, 16, 16, 16) if tiled else normal(WORLD, 8, 8, 8)
     options = {"tiled": tiled, "key": KEY if compressor.needs_key else None, "exchange": "xla"}
-    pairs = [
-        (
-            lambda v: cgx_jax.psum_scatter_compressed(
-                v, "data", compressor, scatter_dimension=dimension, **options
-            ),
-            lambda v: lax.psum_scatter(v, "data", scatter_dimension=dimension % 3, tiled=tiled),
-        ),
-        (
-            lambda v: cgx_jax.all_gather_compressed(
-                v, "data", compressor, axis=dimension, **options
-            ),
-            lambda v: lax.all_gather(v, "data", axis=dimension, tiled=tiled),
-        ),
-    ]
-    for ours, theirs in pairs:
+    options |= {"compressor": compressor}
+    for ours, theirs, place in HALVES_OF:
+        at = {place: dimension}
+        positive = {place: dimension % 3} if place == "scatter_dimension" else at
+        ours = functools.partial(ours, axis_name="data", **options, **at)
+        theirs = functools.partial(theirs, axis_name="data", tiled=tiled, **positive)
         for wrap in (in_shard_map, lambda f: in_vmap(f, "data")):
             got, want = wrap(ours)(x), wrap(theirs)(x)
             assert got.shape == want.shape
@@ -422,11 +408,7 @@ def test_gathered_shards_are_the_same_bits_on_every_rank():
 @pytest.mark.quick("False")
 def test_gradient_of_scatter_and_gather_is_that_of_their_namesakes(tiled):
     x = normal(WORLD, 8, 6)
-    pairs = [
-        (cgx_jax.psum_scatter_compressed, lax.psum_scatter),
-        (cgx_jax.all_gather_compressed, lax.all_gather),
-    ]
-    for ours, theirs in pairs:
+    for ours, theirs, _ in HALVES_OF:
         ours = functools.partial(ours, exchange="xla")
 
         def weighted_sum(v, f):
@@ -442,8 +424,8 @@ def test_gradient_of_scatter_and_gather_is_that_of_their_namesakes(tiled):
 def test_same_key_same_bytes_and_another_key_others():
     x = normal(WORLD, 40, 60)
     f = lambda v, key: psum(v[0], compressor=STOCHASTIC, key=key)  # noqa: E731
-    f = jax.shard_map(f, mesh=mesh_of("auto"), in_specs=(RANKS, P()), out_specs=P())
-    one, again, other = (np.asarray(jax.jit(f)(x, k)) for k in (KEY, KEY, jax.random.key(8)))
+    f = sharded(f, mesh_of("auto"), (RANKS, P()))
+    one, again, other = (np.asarray(f(x, k)) for k in (KEY, KEY, jax.random.key(8)))
     np.testing.assert_array_equal(one, again)
     assert (one != other).any()
 
@@ -454,67 +436,45 @@ BAD = {
     "bits 9": (ValueError, r"bits=9 .*1\.\.8", lambda v: Quantize(9)),
     "bits 2.5": (TypeError, r"bits=2\.5", lambda v: Quantize(2.5)),
     "bucket 100": (ValueError, "bucket_size=100.*32.*128", lambda v: Quantize(4, 100)),
-    "bucket 2**40": (
-        ValueError,
-        "bucket_size=1099511627776 is above",
-        lambda v: Quantize(4, 2**40),
-    ),
+    "bucket 2**40": (ValueError, "bucket_size=1099511627776 is above",
+                     lambda v: Quantize(4, 2**40)),
     "bucket 0": (ValueError, "bucket_size=0.*32", lambda v: Quantize(4, 0)),
     "rounding": (ValueError, "rounding='up'.*nearest", lambda v: Quantize(4, rounding="up")),
     "cast": (ValueError, "int8", lambda v: Cast(np.int8)),
     "unknown axis": (ValueError, "'nodata' is not bound.*data", lambda v: psum(v, "nodata")),
-    "arguments swapped": (
-        TypeError,
-        "axis_name is an array; the first argument is what is reduced",
-        lambda v: cgx_jax.psum_compressed("data", v),
-    ),
+    "arguments swapped": (TypeError, "axis_name is an array; the first argument is what is reduced",
+                          lambda v: cgx_jax.psum_compressed("data", v)),
     "a dimension": (TypeError, "axis_name=0 is a dimension", lambda v: psum(v, 0)),
     "exchange": (ValueError, "exchange='pigeon'.*xla", lambda v: psum(v, exchange="pigeon")),
     "no key": (ValueError, "key is None.*jax.random.key", lambda v: psum(v, compressor=STOCHASTIC)),
-    "a key that is none": (
-        TypeError,
-        "key=3 is no key",
-        lambda v: psum(v, compressor=STOCHASTIC, key=3),
-    ),
+    "a key that is none": (TypeError, "key=3 is no key",
+                           lambda v: psum(v, compressor=STOCHASTIC, key=3)),
     "a raw key of another generator": (
         TypeError,
         r"psum_compressed: key is uint32\[4\], but .* are uint32\[2\]; pass jax.random.wrap_key_d",
         lambda v: psum(v, compressor=STOCHASTIC, key=jax.random.PRNGKey(0, impl="rbg")),
     ),
-    "several keys": (
-        TypeError,
-        r"psum_compressed: .*key is key<fry>\[3\], which are several keys; pass one",
-        lambda v: psum(v, compressor=STOCHASTIC, key=jax.random.split(KEY, 3)),
-    ),
+    "several keys": (TypeError,
+                     r"psum_compressed: .*key is key<fry>\[3\], which are several keys; pass one",
+                     lambda v: psum(v, compressor=STOCHASTIC, key=jax.random.split(KEY, 3))),
     "several keys, of a hook": (
-        TypeError,
-        r"reduce_in_backward: key is key<fry>\[3\], which are several keys",
-        lambda v: cgx_jax.reduce_in_backward(v, "data", key=jax.random.split(KEY, 3)),
+        TypeError, r"reduce_in_backward: key is key<fry>\[3\], which are several keys",
+        lambda v: cgx_jax.reduce_in_backward(v, "data", key=jax.random.split(KEY, 3))
     ),
-    "a key that is none, of a hook": (
-        TypeError,
-        "reduce_in_backward: key=3 is no key",
-        lambda v: cgx_jax.reduce_in_backward(v, "data", key=3),
-    ),
+    "a key that is none, of a hook": (TypeError, "reduce_in_backward: key=3 is no key",
+                                      lambda v: cgx_jax.reduce_in_backward(v, "data", key=3)),
     "a key that is none, of layers": (
-        TypeError,
-        "scan_layers: key=3 is no key",
-        lambda v: cgx_jax.scan_layers(lambda x, w: x, v, v, "data", key=3),
+        TypeError, "scan_layers: key=3 is no key",
+        lambda v: cgx_jax.scan_layers(lambda x, w: x, v, v, "data", key=3)
     ),
-    "a leaf that is no array": (
-        TypeError,
-        "leaf 'act' is 'gelu', which is no array; take it out",
-        lambda v: psum({"w": v, "act": "gelu"}),
-    ),
-    "a random key": (
-        TypeError,
-        "psum_compressed: leaf 'k' is key<fry>, which is no number.*take it out",
-        lambda v: psum({"w": v, "k": KEY}),
-    ),
+    "a leaf that is no array": (TypeError, "leaf 'act' is 'gelu', which is no array; take it out",
+                                lambda v: psum({"w": v, "act": "gelu"})),
+    "a random key": (TypeError,
+                     "psum_compressed: leaf 'k' is key<fry>, which is no number.*take it out",
+                     lambda v: psum({"w": v, "k": KEY})),
     "a random key, to gather": (
-        TypeError,
-        "all_gather_compressed: the operand is key<fry>, which is no number",
-        lambda v: cgx_jax.all_gather_compressed(KEY, "data"),
+        TypeError, "all_gather_compressed: the operand is key<fry>, which is no number",
+        lambda v: cgx_jax.all_gather_compressed(KEY, "data")
     ),
     "a random key among gradients": (
         TypeError,
@@ -524,83 +484,46 @@ BAD = {
             {"w": v.reshape(WORLD, -1), "k": jax.random.split(KEY, WORLD)},
         ),
     ),
-    "the gradient of an integer": (
-        TypeError,
-        r"leaf 'n' is the gradient of an integer \(float0\)",
-        lambda v: psum({"w": v, "n": np.zeros(3, jax.dtypes.float0)}),
-    ),
-    "bits that are a bool": (
-        TypeError,
-        "bits=True is not an integer",
-        lambda v: Quantize(bits=True),
-    ),
-    "not a compressor": (
-        TypeError,
-        "4 is neither a compressor nor a policy",
-        lambda v: psum(v, compressor=4),
-    ),
+    "the gradient of an integer": (TypeError, r"leaf 'n' is the gradient of an integer \(float0\)",
+                                   lambda v: psum({"w": v, "n": np.zeros(3, jax.dtypes.float0)})),
+    "bits that are a bool": (TypeError, "bits=True is not an integer",
+                             lambda v: Quantize(bits=True)),
+    "not a compressor": (TypeError, "4 is neither a compressor nor a policy",
+                         lambda v: psum(v, compressor=4)),
     "integer leaf by name": (
-        TypeError,
-        "'n' is int32.*Identity",
-        lambda v: Plan.build({"n": np.zeros(3, np.int32)}, overrides={"n": Q8}),
+        TypeError, "'n' is int32.*Identity",
+        lambda v: Plan.build({"n": np.zeros(3, np.int32)}, overrides={"n": Q8})
     ),
-    "unknown path": (
-        ValueError,
-        "no leaf has the path 'kernal'.*kernel",
-        lambda v: Plan.build({"kernel": X}, overrides={"kernal": Q8}),
-    ),
-    "plan of another tree": (
-        ValueError,
-        r"leaf 0 is 'b'.*but the plan has 'a'",
-        lambda v: psum({"b": v}, compressor=Plan.build({"a": X[0]})),
-    ),
-    "plan of another shape": (
-        ValueError,
-        r"\[4, 512\].*\[8, 4, 512\]",
-        lambda v: psum({"a": v}, compressor=Plan.build({"a": X})),
-    ),
-    "plan of fewer leaves": (
-        ValueError,
-        "2 leaves, but the plan has 1;",
-        lambda v: psum({"a": v, "b": v}, compressor=Plan.build({"a": X[0]})),
-    ),
-    "groups that miss a rank": (
-        ValueError,
-        "every index below 8",
-        lambda v: psum(v, axis_index_groups=[[0, 1]]),
-    ),
-    "groups of unequal size": (
-        ValueError,
-        "unequal",
-        lambda v: psum(v, axis_index_groups=[[0], [1, 2, 3, 4, 5, 6, 7]]),
-    ),
+    "unknown path": (ValueError, "no leaf has the path 'kernal'.*kernel",
+                     lambda v: Plan.build({"kernel": X}, overrides={"kernal": Q8})),
+    "plan of another tree": (ValueError, r"leaf 0 is 'b'.*but the plan has 'a'",
+                             lambda v: psum({"b": v}, compressor=Plan.build({"a": X[0]}))),
+    "plan of another shape": (ValueError, r"\[4, 512\].*\[8, 4, 512\]",
+                              lambda v: psum({"a": v}, compressor=Plan.build({"a": X}))),
+    "plan of fewer leaves": (ValueError, "2 leaves, but the plan has 1;",
+                             lambda v: psum({"a": v, "b": v}, compressor=Plan.build({"a": X[0]}))),
+    "groups that miss a rank": (ValueError, "every index below 8",
+                                lambda v: psum(v, axis_index_groups=[[0, 1]])),
+    "groups of unequal size": (ValueError, "unequal",
+                               lambda v: psum(v, axis_index_groups=[[0], [1, 2, 3, 4, 5, 6, 7]])),
     "payload of the wrong size": (
-        ValueError,
-        r"uint8\[7\].*uint8\[264\]",
-        lambda v: Quantize(4).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32),
+        ValueError, r"uint8\[7\].*uint8\[264\]",
+        lambda v: Quantize(4).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32)
     ),
     "payload of the wrong size, cast": (
-        ValueError,
-        "7 bytes.*1024",
-        lambda v: Cast(jnp.bfloat16).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32),
+        ValueError, "7 bytes.*1024",
+        lambda v: Cast(jnp.bfloat16).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32)
     ),
     "integers to a quantizer": (TypeError, "int32", lambda v: Q8.encode(jnp.arange(5))),
-    "scatter length": (
-        ValueError,
-        "length 4.*8.*tiled=True",
-        lambda v: cgx_jax.psum_scatter_compressed(v, "data"),
-    ),
+    "scatter length": (ValueError, "length 4.*8.*tiled=True",
+                       lambda v: cgx_jax.psum_scatter_compressed(v, "data")),
     "scatter dimension": (
-        ValueError,
-        "dimension 5 is out of range",
-        lambda v: cgx_jax.psum_scatter_compressed(v, "data", scatter_dimension=5),
+        ValueError, "dimension 5 is out of range",
+        lambda v: cgx_jax.psum_scatter_compressed(v, "data", scatter_dimension=5)
     ),
-    "reduced already": (
-        ValueError,
-        r"does not vary over axis 'data'.*pcast.*reduce_in_backward",
-        lambda v: psum({"w": lax.psum(v, "data")}),
-    ),
-}
+    "reduced already": (ValueError, r"does not vary over axis 'data'.*pcast.*reduce_in_backward",
+                        lambda v: psum({"w": lax.psum(v, "data")})),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -618,21 +541,16 @@ def test_a_call_outside_of_the_axis_is_refused():
 
 def test_gradient_that_ad_has_summed_is_refused_with_two_ways_out():
     f = lambda w, x: psum(jax.grad(loss)(w, x[0]))  # noqa: E731
-    step = jax.shard_map(f, mesh=mesh_of("auto"), in_specs=(P(), P("data")), out_specs=P())
+    f = sharded(f, mesh_of("auto"), (P(), RANKS))
     with pytest.raises(ValueError, match=r"pcast.*reduce_in_backward"):
-        jax.eval_shape(step, normal(20, 30), normal(WORLD, 20, 30))
+        jax.eval_shape(f, normal(20, 30), normal(WORLD, 20, 30))
 
 
 def test_leaves_that_vary_differently_are_reduced_apart():
-    mesh = mesh_of("two")
     a, b = normal(4, 30, 40), normal(4, 2, 30, 40, seed=1)
-    f = jax.shard_map(
-        lambda a, b: psum({"a": a[0], "b": b[0, 0]}, "a"),
-        mesh=mesh,
-        in_specs=(P("a"), P("a", "b")),
-        out_specs={"a": P(), "b": P("b")},
-    )
-    out = jax.jit(f)(a, b)
+    f = lambda a, b: psum({"a": a[0], "b": b[0, 0]}, "a")  # noqa: E731
+    specs = (P("a"), P("a", "b")), {"a": P(), "b": P("b")}
+    out = sharded(f, mesh_of("two"), *specs)(a, b)
     np.testing.assert_allclose(out["a"], a.sum(0), atol=0.1)
     np.testing.assert_allclose(out["b"].reshape(2, 30, 40), b.sum(0), atol=0.1)
 
@@ -668,9 +586,7 @@ def test_cached_programs_of_several_cpu_devices_are_warned_of(cached, mesh):
         jax.config.update("jax_enable_compilation_cache", cached)
         for exchange in ("xla", "auto"):
             f = functools.partial(cgx_jax.psum_compressed, axis_name="data", exchange=exchange)
-            jax.eval_shape(
-                jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()), jnp.zeros((8, 64))
-            )
+            jax.eval_shape(sharded(f, mesh, P("data")), jnp.zeros((8, 64)))
         jax.config.update("jax_enable_compilation_cache", before)
     found = [w for w in caught if "jax_enable_compilation_cache" in str(w.message)]
     assert len(found) == cached
@@ -707,7 +623,6 @@ def test_small_exact_leaves_travel_together(call, check_vma):
             np.testing.assert_array_equal(got, want[k], err_msg=k)
 
 
-XLA = {"exchange": "xla"}
 UNREDUCED = {  # a call whose operand is typed as unreduced, with a compressor
     "psum_compressed": lambda g, c: cgx_jax.psum_compressed(g, "data", c, **XLA),
     "pmean_compressed": lambda g, c: cgx_jax.pmean_compressed(g, "data", c, **XLA),
@@ -744,10 +659,8 @@ def test_unreduced_operands_are_summed_or_named_as_such(call):
     def run(f, **marked):
         with jax.set_mesh(mesh):
             placed = jax.device_put(w, NamedSharding(mesh, P(**marked)))
-            mapped = jax.shard_map(
-                lambda w, x: f(w, x)[None], in_specs=(P(**marked), P("data")), out_specs=P("data")
-            )
-            return np.asarray(jax.jit(mapped)(placed, x))
+            each = lambda w, x: f(w, x)[None]  # noqa: E731
+            return np.asarray(sharded(each, None, (P(**marked), RANKS), RANKS)(placed, x))
 
     unreduced = {c: lambda w, x, c=c: compressed(jax.grad(loss)(w, x), c) for c in (Q8, Identity())}
     if not call.startswith(SUMS):

@@ -17,7 +17,7 @@ import cgx_jax
 from cgx_jax.commands import compare
 from cgx_jax.commands.trial import METHODS, Method, Trial
 from cgx_jax.tuning.link_timer import LinkTimer
-from processes import MPIEXEC, command_line, finish, free_port, needs_mpi, start
+from processes import MPIEXEC, finish, launched, needs_mpi, start
 from worlds import normal, on_ranks
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
@@ -224,21 +224,8 @@ def build(sync):
 def test_two_processes_compare_a_users_step(tmp_path):
     (tmp_path / "users.py").write_text(USERS_MODULE)
     png, numbers = tmp_path / "new" / "c.png", tmp_path / "c.json"
-    port = free_port()
-    ranks = [
-        command_line(
-            *("compare", "users:build", "--distributed", "--methods", "alone,4bit", "--steps", 2),
-            *("--json", numbers, "--png", png),
-            OMPI_MCA_orte_hnp_uri="4096.0;tcp://127.0.0.1:1",
-            OMPI_COMM_WORLD_SIZE="2",
-            OMPI_COMM_WORLD_RANK=str(rank),
-            OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
-            JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
-            JAX_PLATFORMS="cpu",
-            PYTHONPATH=str(tmp_path),
-        )
-        for rank in range(2)
-    ]
+    asked = ["compare", "users:build", "--distributed", "--methods", "alone,4bit", "--steps", "2"]
+    ranks = launched(*asked, "--json", numbers, "--png", png, PYTHONPATH=str(tmp_path))
     (code, first, error), (_, second, _) = map(finish, ranks)
     assert code == 0, error
     printed, by_second = (
@@ -255,6 +242,16 @@ def test_two_processes_compare_a_users_step(tmp_path):
     assert [row["sent_bytes"] for row in rows[1:]] == [0, plan.wire_bytes(2)]
     assert [row["method"] for row in found["diloco"]] == printed[5:8]
     assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize("error", ["BrokenPipeError(32, 'gone')", "FileNotFoundError('data.npz')"])
+def test_an_error_of_the_users_step_is_shown_with_its_line(error, tmp_path):
+    (tmp_path / "users.py").write_text(f"def compare(sync):\n    raise {error}\n")
+    (ranks,) = [start([sys.executable, "-m", "cgx_jax", "compare", "users", "--devices", "2"],
+                      PYTHONPATH=str(tmp_path))]  # fmt: skip
+    code, _, said = finish(ranks)
+    assert code == 1
+    assert re.search(rf'users.py", line 2.*{error.partition("(")[0]}', said, re.DOTALL)
 
 
 @needs_mpi

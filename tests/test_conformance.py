@@ -1,5 +1,6 @@
 """What any compressor, reduction and exchange must hold, for every row of the table of cases."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -17,6 +18,7 @@ from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Xla
 from cgx_jax.testing import SHAPES, check_compressor, check_exchange, check_loss, check_reduction
 from toys import Steps
+from worlds import sharded
 
 KINDS = {"quantize 3", "sign of momentum", "ternary, shared scale", "toy with state"}
 
@@ -76,16 +78,12 @@ def stepped(case, memory=None, precondition=None):
     found = []
 
     def run(f, x, state=(), specs=()):
-        mapped = jax.shard_map(
-            lambda x, s: f(x[0], s), mesh=mesh, in_specs=(P("x"), specs), out_specs=(P("x"), specs),
-        )  # fmt: skip
-        return jax.jit(mapped)(x, state)
+        each = lambda x, s: f(x[0], s)  # noqa: E731
+        return sharded(each, mesh, (P("x"), specs), (P("x"), specs))(x, state)
 
     for how in case.reductions:
-        tx = cgx_jax.sync_gradients(
-            "x", policy, exchange="xla", reduction=how, memory=memory, precondition=precondition,
-            mesh=mesh,
-        )  # fmt: skip
+        kept = {"memory": memory, "precondition": precondition, "mesh": mesh}
+        tx = cgx_jax.sync_gradients("x", policy, exchange="xla", reduction=how, **kept)
         state = tx.init({"w": x[0]})
         specs = cgx_jax.state_specs(state, "x")
 
@@ -163,17 +161,17 @@ class LosesState(Steps):
         return x, ()
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        (WrongBytes, "is not .payload_bytes"),
-        (OverBound, "exceeds its bound"),
-        (LosesState, "state is not like init"),
-    ],
-)
-def test_a_wrong_compressor_does_not_pass(kind, says):
+WRONG = {
+    WrongBytes: "is not .payload_bytes",
+    OverBound: "exceeds its bound",
+    LosesState: "state is not like init",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_compressor_does_not_pass(kind):
     made = dataclasses.dataclass(frozen=True)(kind)
-    with pytest.raises(AssertionError, match=says):
+    with pytest.raises(AssertionError, match=WRONG[kind]):
         check_compressor(made())
 
 
@@ -203,33 +201,22 @@ def errors(params, batch):
 LOSS_CHECKS = {
     "a mean": (lambda p, b: errors(p, b).mean(), {}, None),
     "a ratio": (lambda p, b: (errors(p, b) @ b["m"], b["m"].sum()), {"loss": "ratio"}, None),
-    "outputs": (
-        lambda p, b: (errors(p, b).mean(), {"rows": b["x"], "off": errors(p, b).max()}),
-        {"has_aux": True, "aux_specs": {"rows": P("data"), "off": "mean"}},
-        r"aux\['off'\] \[\] is off by",
-    ),
-    "a mean over a mask": (
-        lambda p, b: (errors(p, b) @ b["m"]) / b["m"].sum(),
-        {},
-        r"value \[\] is off by .*gradient\['w'\] \[4, 3\] is off by",
-    ),
+    "outputs": (lambda p, b: (errors(p, b).mean(), {"rows": b["x"], "off": errors(p, b).max()}),
+                {"has_aux": True, "aux_specs": {"rows": P("data"), "off": "mean"}},
+                r"aux\['off'\] \[\] is off by"),
+    "a mean over a mask": (lambda p, b: (errors(p, b) @ b["m"]) / b["m"].sum(), {},
+                           r"value \[\] is off by .*gradient\['w'\] \[4, 3\] is off by"),
     "a gradient of zero": (lambda p, b: errors(p, b).mean() + 1e-9 * p["w"][0, 0], {}, None),
-    "the same NaN": (
-        lambda p, b: (errors(p, b).mean(), jnp.log(b["x"])),
-        {"has_aux": True, "aux_specs": P("data")},
-        None,
-    ),
+    "the same NaN": (lambda p, b: (errors(p, b).mean(), jnp.log(b["x"])),
+                     {"has_aux": True, "aux_specs": P("data")}, None),
     "an imaginary part": (
         lambda p, b: (errors(p, b).mean(), jax.lax.complex(p["w"][0, 0], errors(p, b).max())),
-        {"has_aux": True, "aux_specs": "mean"},
-        r"aux \[\] is off by",
+        {"has_aux": True, "aux_specs": "mean"}, r"aux \[\] is off by"
     ),
-    "a shape": (
-        lambda p, b: (errors(p, b).mean(), b["x"][:1]),
-        {"has_aux": True, "aux_specs": P("data")},
-        r"aux has shape \[4, 4\], on one device \[1, 4\]",
-    ),
-}
+    "a shape": (lambda p, b: (errors(p, b).mean(), b["x"][:1]),
+                {"has_aux": True, "aux_specs": P("data")},
+                r"aux has shape \[4, 4\], on one device \[1, 4\]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss", "options", "wrong"), LOSS_CHECKS.values(), ids=LOSS_CHECKS)
@@ -240,11 +227,8 @@ def test_check_loss_names_what_differs(loss, options, wrong):
     params = {"w": jnp.ones((4, 3))}
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     check = lambda: check_loss(loss, params, batch, mesh, "data", **options)  # noqa: E731
-    if wrong is None:
+    with contextlib.nullcontext() if wrong is None else pytest.raises(AssertionError, match=wrong):
         check()
-    else:
-        with pytest.raises(AssertionError, match=wrong):
-            check()
 
 
 class Keeper(nnx.Module):
@@ -258,9 +242,7 @@ class Keeper(nnx.Module):
 
 def test_check_loss_compares_the_state_of_nnx_and_leaves_the_callers(mesh):
     model, x = Keeper(), jnp.arange(64.0).reshape(16, 4)
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(AssertionError, match=r"state\[0\]\['top'\].* is off by"),
-    ):
+    says = r"state\[0\]\['top'\].* is off by"
+    with jax.set_mesh(mesh), pytest.raises(AssertionError, match=says):
         check_loss(lambda m, x: jnp.square(m(x)).mean(), model, x, mesh, "data")
     assert model.top[...] == 0

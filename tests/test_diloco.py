@@ -23,14 +23,17 @@ pytestmark = pytest.mark.usefixtures("unoptimized")
 WORLD, STEPS = 3, 24
 MESH = ranks(WORLD)
 SHAPES = {"a": (6, 8), "b": {"w": (5, 4), "z": (30,)}}
-is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
 
 
 def draw(seed, *lead):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda s: rng.normal(size=(*lead, *s)).astype(np.float32), SHAPES, is_leaf=is_shape
-    )
+    one = lambda s: rng.normal(size=(*lead, *s)).astype(np.float32)  # noqa: E731
+    return jax.tree.map(one, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def close(tree, leaves, atol=2e-5):
+    for x, y in zip(jax.tree.leaves(tree), leaves, strict=True):
+        np.testing.assert_allclose(x, y, atol=atol)
 
 
 TARGETS, START = draw(0, WORLD), draw(1)
@@ -93,18 +96,9 @@ def update_of(tx, state, over=None, **options):
 
 
 def reference(
-    every,
-    *,
-    fragments=((0, 1, 2),),
-    delay=0,
-    mix=0.0,
-    weights=None,
-    keep=None,
-    momentum=0.9,
-    rate=0.7,
-    start=START,
-    targets=TARGETS,
-):
+    every, *, fragments=((0, 1, 2),), delay=0, mix=0.0, weights=None, keep=None, momentum=0.9,
+    rate=0.7, start=START, targets=TARGETS,
+):  # fmt: skip
     """Inner SGD with momentum .9, outer Nesterov; fragment f is sent f / fragments into a round.
 
     Returns the parameters after each step, and each worker's parameters and residuals at the end.
@@ -150,14 +144,9 @@ def largest(x, k):
     return np.where(np.abs(x) >= cut, x, 0)
 
 
-def wrapped(compressor=None, **options):
-    return diloco(
-        optax.sgd(0.1, 0.9),
-        "data",
-        exactly(Identity() if compressor is None else compressor),
-        mesh=MESH,
-        **({"exchange": "xla"} | options),
-    )
+def wrapped(compressor=Identity(), inner=optax.sgd(0.1, 0.9), **options):  # noqa: B008
+    options = {"mesh": MESH, "exchange": "xla"} | options
+    return diloco(inner, "data", exactly(compressor), **options)
 
 
 def locally(every, optimizer=None, **options):
@@ -166,6 +155,7 @@ def locally(every, optimizer=None, **options):
     return local_steps(optimizer, "data", exactly(Identity()), every=every, **options)
 
 
+APART = {"fragments": ((0,), (1, 2))}
 CASES = {  # options of diloco, and those of the reference that differ
     "vanilla": ({"every": 4}, {}),
     "every step": ({"every": 1}, {}),
@@ -173,14 +163,8 @@ CASES = {  # options of diloco, and those of the reference that differ
     "delay": ({"every": 6, "delay": 2, "mix": 0.5}, {}),
     "the longest delay": ({"every": 4, "delay": 3}, {}),
     "fragments": ({"every": 6, "fragments": 3}, {"fragments": ((0,), (1,), (2,))}),
-    "streaming": (
-        {"every": 6, "fragments": 2, "delay": 1, "mix": 0.25},
-        {"fragments": ((0,), (1, 2))},
-    ),
-    "named fragments": (
-        {"every": 4, "fragments": lambda path: int(path.startswith("b/"))},
-        {"fragments": ((0,), (1, 2))},
-    ),
+    "streaming": ({"every": 6, "fragments": 2, "delay": 1, "mix": 0.25}, APART),
+    "named fragments": ({"every": 4, "fragments": lambda path: int(path.startswith("b/"))}, APART),
 }
 
 
@@ -197,10 +181,8 @@ def test_steps_are_those_of_the_reference(case):
     want, local, _ = reference(**plain, **changes)
     shared, own, state = trained((locally if case in LOCAL else wrapped)(**options))
     for got, theta in zip(shared, want, strict=True):
-        for x, y in zip(jax.tree.leaves(got), theta, strict=True):
-            np.testing.assert_allclose(x, y, atol=2e-5)
-    for x, y in zip(jax.tree.leaves(own[-1]), local, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+        close(got, theta)
+    close(own[-1], local)
     assert int(state.step) == STEPS
 
 
@@ -210,25 +192,21 @@ def test_random_trees_and_options_follow_the_reference(seed):
     rng = np.random.default_rng(seed)
     count, every = rng.integers(1, 6), int(rng.integers(1, 8))
     shapes = [tuple(rng.integers(1, 7, size=rng.integers(0, 4))) for _ in range(count)]
-    start = {f"{i}": rng.normal(size=s).astype(np.float32) for i, s in enumerate(shapes)}
-    targets = {
-        f"{i}": rng.normal(size=(WORLD, *s)).astype(np.float32) for i, s in enumerate(shapes)
-    }
+    start, targets = (
+        {f"{i}": rng.normal(size=(*n, *s)).astype(np.float32) for i, s in enumerate(shapes)}
+        for n in ((), (WORLD,))
+    )
     parts = int(rng.integers(1, min(count, every) + 1))
     number = rng.permutation([*range(parts), *rng.integers(parts, size=count - parts)])
-    same = {
-        "delay": int(rng.integers(every)),
-        "mix": float(rng.choice([0, 0.25, 1])),
-    }
+    same = {"delay": int(rng.integers(every)), "mix": float(rng.choice([0, 0.25, 1]))}
     weights = [None, (1, 0, 3)][rng.integers(2)]
     problem = {"start": start, "targets": targets, "weights": weights}
     each = tuple(tuple(np.flatnonzero(number == f)) for f in range(parts))
     want, local, _ = reference(every, fragments=each, **same, **problem)
     tx = wrapped(every=every, fragments=lambda path: int(number[int(path)]), **same)
     shared, own, _ = trained(tx, **problem)
-    for got, theta in ((shared[-1], want[-1]), (own[-1], local)):
-        for x, y in zip(jax.tree.leaves(got), theta, strict=True):
-            np.testing.assert_allclose(x, y, atol=3e-5)
+    close(shared[-1], want[-1], 3e-5)
+    close(own[-1], local, 3e-5)
 
 
 @pytest.mark.usefixtures("optimized")
@@ -269,8 +247,7 @@ def test_workers_may_be_an_axis_of_vmap(delay):
 def test_workers_count_by_their_weights(weights):
     want, _, _ = reference(4, weights=weights)
     shared, _, _ = trained(wrapped(every=4), weights=weights)
-    for x, y in zip(jax.tree.leaves(shared[-1]), want[-1], strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+    close(shared[-1], want[-1])
 
 
 def test_sparse_loco_closes_its_account():
@@ -279,11 +256,8 @@ def test_sparse_loco_closes_its_account():
     want, _, owed = reference(4, keep=keep, momentum=0.0)
     tx = wrapped(TopK(keep), every=4, memory=ErrorFeedback(), outer=optax.sgd(0.7))
     shared, _, state = trained(tx)
-    for x, y in zip(jax.tree.leaves(shared[-1]), want[-1], strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
-    memory = jax.tree.leaves(state.fragments[0].sync.memory)
-    for x, y in zip(memory, owed, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+    close(shared[-1], want[-1])
+    close(state.fragments[0].sync.memory, owed)
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -295,10 +269,12 @@ OPTIONS_OF_PAIRS = {
 }
 
 
-def of_pairs(over, policy=None, **options):
-    options = {"every": 4, "mesh": over, "exchange": "xla", "specs": SHARDED} | options
-    policy = exactly(Identity() if policy is None else policy)
-    return diloco(optax.sgd(0.1, 0.9), "data", policy, **options)
+def of_pairs(over, policy=Identity(), **options):  # noqa: B008
+    return wrapped(policy, **({"every": 4, "mesh": over, "specs": SHARDED} | options))
+
+
+def by_path(path):
+    return SHARDED["b"][path[2:]] if "/" in path else SHARDED["a"]
 
 
 @pytest.mark.parametrize("options", OPTIONS_OF_PAIRS.values(), ids=OPTIONS_OF_PAIRS)
@@ -306,10 +282,7 @@ def of_pairs(over, policy=None, **options):
     ("types", "said"),
     [
         ((AUTO, AUTO), {}),
-        (
-            (AUTO, AUTO),
-            {"specs": lambda path: SHARDED["b"][path[2:]] if "/" in path else P(None, "model")},
-        ),
+        ((AUTO, AUTO), {"specs": by_path}),
         ((AUTO, EXPLICIT), {"specs": None}),
         ((EXPLICIT, EXPLICIT), {"specs": None}),
     ],
@@ -318,8 +291,9 @@ def of_pairs(over, policy=None, **options):
 def test_a_worker_may_be_several_devices(types, said, options):
     """Its parameters and states stay sharded, and it moves as a worker of one device does."""
     over = mesh_of_pairs(*types)
-    plain = {k: v for k, v in options.items() if k != "policy"}
-    alone, _, _ = trained(wrapped(options.get("policy"), **({"every": 4} | plain)), steps=12)
+    plain = {"every": 4, "compressor": options.get("policy", Identity())} | options
+    plain.pop("policy", None)
+    alone, _, _ = trained(wrapped(**plain), steps=12)
     with jax.set_mesh(over):
         shared, _, state = trained(of_pairs(over, **options, **said), steps=12, over=over)
     most = 0.03 if "policy" in options else 2e-6  # each device has buckets of its own
@@ -412,8 +386,7 @@ def test_local_steps_average_shards_too():
     over = mesh_of_pairs(AUTO, AUTO)
     want, *_ = reference(3, **ALONE)
     shared, *_ = trained(locally(3, mesh=over, specs=SHARDED), 6, over=over)
-    for x, y in zip(jax.tree.leaves(shared[-1]), want[5], strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+    close(shared[-1], want[5])
 
 
 def test_specs_where_every_axis_is_manual_are_refused():
@@ -464,37 +437,29 @@ def test_muon_runs_inside():
     assert away(shared[-1]) < 0.5 * away(START)
 
 
+def with_a_gap(path):
+    return 2 * path.startswith("b/")
+
+
 WRONG = {
-    "every": ({"every": 0}, ValueError, "diloco: every=0 must be at least 1"),
-    "tuner": ({"every": 4, "exchange": cgx_jax.Tuner()}, ValueError, "diloco: exchange is a tuner"),
-    "delay": ({"every": 4, "delay": 4}, ValueError, r"diloco: delay=4 must be in \[0, 3\]"),
-    "mix": ({"every": 4, "mix": 1.5}, ValueError, r"diloco: mix=1.5 must be in \[0, 1\]"),
-    "fragments": (
-        {"every": 2, "fragments": 3},
-        ValueError,
-        r"diloco: fragments=3 must be in 1..2",
-    ),
-    "a fraction": (
-        {"every": 4, "fragments": 1.5},
-        TypeError,
-        "diloco: fragments=1.5 is not an int",
-    ),
-    "no optimizer": ({"every": 4, "outer": 1}, TypeError, "diloco: outer=1 is not an optimizer"),
-    "an unknown option": ({"every": 4, "foo": 1}, TypeError, "diloco: 'foo' is not an option"),
-    "a fraction of a step": ({"every": 1.5}, TypeError, "diloco: every=1.5 is not an integer"),
-    "gaps": (
-        {"every": 4, "fragments": lambda path: 2 * path.startswith("b/")},
-        ValueError,
-        r"diloco: fragments gives the numbers \[0, 2\]",
-    ),
+    "every": ({"every": 0}, ValueError, "every=0 must be at least 1"),
+    "tuner": ({"exchange": cgx_jax.Tuner()}, ValueError, "exchange is a tuner"),
+    "delay": ({"delay": 4}, ValueError, r"delay=4 must be in \[0, 3\]"),
+    "mix": ({"mix": 1.5}, ValueError, r"mix=1.5 must be in \[0, 1\]"),
+    "fragments": ({"every": 2, "fragments": 3}, ValueError, r"fragments=3 must be in 1..2"),
+    "a fraction": ({"fragments": 1.5}, TypeError, "fragments=1.5 is not an int"),
+    "no optimizer": ({"outer": 1}, TypeError, "outer=1 is not an optimizer"),
+    "an unknown option": ({"foo": 1}, TypeError, "'foo' is not an option"),
+    "a fraction of a step": ({"every": 1.5}, TypeError, "every=1.5 is not an integer"),
+    "gaps": ({"fragments": with_a_gap}, ValueError, r"fragments gives the numbers \[0, 2\]"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_numbers_are_refused(case):
     options, error, says = WRONG[case]
-    with pytest.raises(error, match=says):
-        wrapped(**options).init(START)
+    with pytest.raises(error, match=f"diloco: {says}"):
+        wrapped(**({"every": 4} | options)).init(START)
 
 
 @pytest.mark.parametrize(
@@ -583,21 +548,15 @@ def test_gradients_may_be_wider_than_parameters():
 
 
 LATE = {"delay": 1}
+TWO = ({"fragments": lambda path: int(path == "a")}, {"fragments": lambda path: int(path != "a")})
 CHANGED = {  # options of init, those of update, and what is said
     "a delay": ({}, {"delay": 1}, "delay=1, but the state was made without a delay"),
     "no delay": ({"delay": 1}, {}, "delay=0, but the state was made with a delay"),
+    "another inner": ({}, {"inner": optax.adam(0.1)}, "another inner optimizer"),
     "another outer": ({}, {"outer": optax.adam(0.1)}, "another outer optimizer"),
     "fewer fragments": ({"fragments": 2}, {}, "the state has 2 fragments, but these leaves"),
-    "other fragments": (
-        {"fragments": lambda path: int(path == "a")},
-        {"fragments": lambda path: int(path != "a")},
-        "fragments with other leaves",
-    ),
-    "other fragments, delayed": (
-        {"fragments": lambda path: int(path == "a")} | LATE,
-        {"fragments": lambda path: int(path != "a")} | LATE,
-        "fragments with other leaves",
-    ),
+    "other fragments": (*TWO, "fragments with other leaves"),
+    "other fragments, delayed": (*(f | LATE for f in TWO), "fragments with other leaves"),
 }
 
 
@@ -607,6 +566,26 @@ def test_a_state_of_other_options_is_refused(case):
     state, tx = wrapped(every=4, **before).init(START), wrapped(every=4, **now)
     with pytest.raises(ValueError, match=f"diloco: .*{says}"):
         jax.eval_shape(update_of(tx, state), START, START, state)
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 3), (3, 1)])
+def test_what_waits_is_applied_once_whatever_the_delay_is_then(before, now):
+    """Workers move by 1 in each step; all that they moved before a round counts once."""
+    txs = [
+        diloco(optax.sgd(1.0), "data", Identity(), every=4, delay=delay, outer=optax.sgd(1.0),
+               mesh=MESH, exchange="xla")
+        for delay in (before, now)
+    ]  # fmt: skip
+    params, state = {"w": jnp.zeros(4)}, txs[0].init({"w": jnp.zeros(4)})
+    steps = [jax.jit(update_of(tx, state)) for tx in txs]
+    path = []
+    for i in range(12):
+        updates, state = steps[i >= 6]({"w": -jnp.ones(4)}, params, state)
+        params = optax.apply_updates(params, updates)
+        path.append(int(params["w"][0]))
+    changes = [i + 1 for i in range(12) if path[i] != (path[i - 1] if i else 0)]
+    assert changes == ([5, 11] if before == 1 else [7, 9])
+    assert path[changes[0] - 1] == 4
 
 
 CASTS = {  # a part of the state, and what is said
@@ -639,10 +618,8 @@ def test_parameters_may_be_one_array(delay):
 
 
 def test_a_worker_s_key_is_resized():
-    tx = diloco(
-        optax.chain(optax.add_noise(0.1, 0.1, 3), optax.sgd(0.1)), "data", every=2, mesh=MESH
-    )
-    state = tx.init(START)
+    noisy = optax.chain(optax.add_noise(0.1, 0.1, 3), optax.sgd(0.1))
+    state = diloco(noisy, "data", every=2, mesh=MESH).init(START)
     assert {x.shape[0] for x in jax.tree.leaves(cgx_jax.resize_state(state, 5).optimizer)} == {5}
 
 

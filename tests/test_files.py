@@ -1,10 +1,13 @@
 """Files that are written whole or not at all."""
 
+import errno
 import os
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from cgx_jax.host import files
+from cgx_jax.host import agreement, files
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
@@ -33,8 +36,18 @@ def test_a_file_keeps_its_mode(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_file_that_cannot_be_replaced_is_written_to(tmp_path):
+    path = tmp_path / "mounted"
+    path.write_text("old")
+    with mock.patch.object(Path, "replace", side_effect=OSError(errno.EBUSY, "busy")):
+        files.write(path, "text")
+    assert path.read_text() == "text"
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_what_is_no_file_is_written_to(tmp_path):
     read, write = os.pipe()
+    agreement.writable(f"/proc/self/fd/{write}")
     files.write(f"/proc/self/fd/{write}", "text")
     os.close(write)
     with os.fdopen(read) as end:

@@ -256,15 +256,8 @@ def linen_batch_norm(compressor):
     return losses, state.batch_stats
 
 
-LOOPS = [
-    pytest.param(mnist, marks=pytest.mark.slow),
-    pytest.param(lm1b, marks=pytest.mark.slow),
-    pytest.param(linen_batch_norm, marks=pytest.mark.slow),
-    pytest.param(sst2, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [mnist, lm1b, linen_batch_norm, sst2], ids=lambda f: f.__name__)
 def test_a_loop_with_few_changed_lines_trains_as_exactly(loop):
     with jax.numpy_dtype_promotion("standard"):  # as Flax and Optax are written
         losses, metrics = loop(None)

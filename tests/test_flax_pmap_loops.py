@@ -23,7 +23,6 @@ import cgx_jax
 
 WORLD = 4
 STEPS = 24
-QUICK = ("imagenet",)
 SEEDS = range(4)
 DEVICES = jax.devices()[:WORLD]
 Q4 = cgx_jax.Quantize(4, rotation=True)
@@ -272,9 +271,7 @@ LOOPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LOOPS]
-)
+@pytest.mark.parametrize("name", LOOPS)
 def test_losses_are_those_of_exact_gradients_and_replicas_stay_identical(name):
     final = {}
     for lossy in (False, True):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Identity, Plan, Quantize, Rules
 from cgx_jax.compressors import SharedTernGrad, ShiftedLattice, Signum
-from worlds import assert_same_bits, normal, on_ranks
+from worlds import assert_same_bits, normal, on_ranks, sharded
 
 pytestmark = pytest.mark.oldest
 
@@ -66,13 +66,8 @@ def gradient(call, tree):
 
 def scattered(tree, c, *, axis=0, **options):
     """Returns what `backward=c` promises."""
-    whole = lax.all_gather(
-        floats(tree),
-        "data",
-        axis=axis,
-        tiled=options["tiled"],
-        axis_index_groups=options.get("axis_index_groups"),
-    )
+    how = {name: options.get(name) for name in ("tiled", "axis_index_groups")}
+    whole = lax.all_gather(floats(tree), "data", axis=axis, **how)
     names, whole = whole.keys(), weights_of(whole)
     out = scatter(whole, "data", c, scatter_dimension=axis, **options)
     return {name: out[name] for name in names}
@@ -207,10 +202,7 @@ def test_gradients_are_typed_as_those_of_the_namesake(spec, check_vma, mesh_2d):
             types.append(jax.tree.map(jax.typeof, out))
             return out
 
-        mapped = jax.shard_map(
-            f, mesh=mesh_2d, in_specs=(specs,), out_specs=specs, check_vma=check_vma
-        )
-        return jax.jit(mapped)(tree), types[0]
+        return sharded(f, mesh_2d, (specs,), specs, check_vma=check_vma)(tree), types[0]
 
     got, ours = gradients(lambda t: gather(t, "data", Q4, backward=Q8, **HOW))
     want, theirs = gradients(lambda t: lax.all_gather(t, "data", tiled=True))

@@ -7,17 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from cgx_jax import (
-    Cast,
-    Identity,
-    Quantize,
-    all_gather_compressed,
-    pmean_compressed,
-    psum_compressed,
-    psum_scatter_compressed,
-)
+import worlds
+from cgx_jax import Cast, Identity, Quantize, pmean_compressed, psum_compressed
+from cgx_jax import all_gather_compressed as gather
+from cgx_jax import psum_scatter_compressed as scatter
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
@@ -31,21 +25,18 @@ COMPRESSORS = {
     "quantize": Quantize(8),
     "stochastic": Quantize(8, rounding="stochastic"),
 }
+
+
+def both(ours, theirs, **options):
+    return tuple(functools.partial(f, **options) for f in (ours, theirs))
+
+
 NAMESAKES = {
     "psum": (psum_compressed, lax.psum),
     "pmean": (pmean_compressed, lax.pmean),
-    "scatter tiled": (
-        functools.partial(psum_scatter_compressed, scatter_dimension=1, tiled=True),
-        functools.partial(lax.psum_scatter, scatter_dimension=1, tiled=True),
-    ),
-    "gather": (
-        functools.partial(all_gather_compressed, axis=1),
-        functools.partial(lax.all_gather, axis=1),
-    ),
-    "gather tiled": (
-        functools.partial(all_gather_compressed, tiled=True),
-        functools.partial(lax.all_gather, tiled=True),
-    ),
+    "scatter tiled": both(scatter, lax.psum_scatter, scatter_dimension=1, tiled=True),
+    "gather": both(gather, lax.all_gather, axis=1),
+    "gather tiled": both(gather, lax.all_gather, tiled=True),
 }
 
 
@@ -54,9 +45,7 @@ def values(*shape):
 
 
 def sharded(f, mesh, check_vma):
-    return jax.jit(
-        jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
-    )
+    return worlds.sharded(f, mesh, worlds.RANKS, worlds.RANKS, check_vma=check_vma)
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -68,24 +57,21 @@ def test_halves_of_groups_are_those_of_lax(name, groups, check_vma, mesh):
     lax_of = lambda v: theirs(v, "data", axis_index_groups=groups)  # noqa: E731
     want = sharded(lax_of, mesh, check_vma)(x)
     for kind, compressor in COMPRESSORS.items():
-        own = lambda v, c=compressor: ours(  # noqa: E731
-            v, "data", c, axis_index_groups=groups, key=key, exchange="xla"
-        )
+        how = {"axis_index_groups": groups, "key": key, "exchange": "xla"}
+        own = functools.partial(ours, axis_name="data", compressor=compressor, **how)
         got = sharded(own, mesh, check_vma)(x)
         np.testing.assert_allclose(got, want, atol=TOLERANCE[kind])
 
 
 def test_halves_of_groups_take_a_dimension_of_the_groups_size(mesh):
     x = values(8 * 4, 600)
-    ours = lambda v: psum_scatter_compressed(  # noqa: E731
-        v, "data", Quantize(8), axis_index_groups=GROUPS, exchange="xla"
-    )
-    theirs = lambda v: lax.psum_scatter(v, "data", axis_index_groups=GROUPS)  # noqa: E731
+    how = {"axis_index_groups": GROUPS}
+    ours = lambda v: scatter(v, "data", Quantize(8), exchange="xla", **how)  # noqa: E731
+    theirs = lambda v: lax.psum_scatter(v, "data", **how)  # noqa: E731
     got, want = (sharded(f, mesh, False)(x) for f in (ours, theirs))
     np.testing.assert_allclose(got, want, atol=0.06)
-    with pytest.raises(
-        ValueError, match=r"dimension 0 of \[8, 600\] has length 8, which must be 4"
-    ):
+    says = r"dimension 0 of \[8, 600\] has length 8, which must be 4"
+    with pytest.raises(ValueError, match=says):
         jax.eval_shape(sharded(ours, mesh, False), values(64, 600))
 
 

@@ -12,9 +12,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Identity, Plan, Quantize, reduce_in_backward
-from plain_jit_case import auto_mesh, check_close, loss_fn, params_and_batch
+from plain_jit_case import check_close, loss_fn, params_and_batch
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
+
+
+def over(mesh, f, **options):
+    """Returns f(parameters, every rank's part), summed by the ranks."""
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()} | options
+    return jax.shard_map(f, mesh=mesh, **specs)
 
 
 class Layer(NamedTuple):
@@ -42,9 +48,7 @@ def test_hook_takes_leaves_whose_paths_are_in_any_order(params, mesh):
             s * jnp.vdot(v, jnp.full(v.shape, x[0])) for s, v in zip(scale, leaves, strict=True)
         )
 
-    grad = jax.shard_map(
-        jax.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-    )
+    grad = over(mesh, jax.grad(loss), check_vma=False)
     got = jax.jit(grad)(params, np.arange(8, dtype=np.float32))
     for s, g, v in zip(scale, jax.tree.leaves(got), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(g, np.full(v.shape, 28 * s), rtol=1e-6)
@@ -66,11 +70,7 @@ def test_exact_leaves_share_a_collective_of_up_to_64_kib():
         p = reduce_in_backward(p, "data", Identity())
         return sum(x[0] * (i + 1) * v.sum() for i, v in enumerate(jax.tree.leaves(p)))
 
-    grad = jax.jit(
-        jax.shard_map(
-            jax.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-        )
-    )
+    grad = jax.jit(over(mesh, jax.grad(loss), check_vma=False))
     x = np.array([1.0, 2.0], np.float32)
     assert grad.lower(params, x).as_text().count('"stablehlo.all_reduce"') == 2
     for i, g in enumerate(jax.tree.leaves(grad(params, x))):
@@ -142,13 +142,7 @@ def of_all_ranks():
 
 
 def gradient(f, mesh, *, check_vma, compiled=True):
-    g = jax.shard_map(
-        lambda p, x: jax.grad(f)(p, x[0]),
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
+    g = over(mesh, lambda p, x: jax.grad(f)(p, x[0]), check_vma=check_vma)
     return (jax.jit(g) if compiled else g)(PARAMS, POINTS)
 
 
@@ -182,15 +176,8 @@ def test_a_hessian_times_a_vector_is_a_sum_in_forward_mode_and_refused_in_revers
 
     def on_ranks(product):
         hooked = lambda p, x: loss(reduce_in_backward(p, "data", Identity()), x)  # noqa: E731
-        return jax.jit(
-            jax.shard_map(
-                lambda x: product(hooked, x[0]),
-                mesh=mesh,
-                in_specs=P("data"),
-                out_specs=P(),
-                check_vma=check_vma,
-            )
-        )(POINTS)
+        f = lambda x: product(hooked, x[0])  # noqa: E731
+        return jax.jit(over(mesh, f, in_specs=P("data"), check_vma=check_vma))(POINTS)
 
     want = sum(forward(loss, x) for x in POINTS)
     np.testing.assert_allclose(on_ranks(forward), want, rtol=1e-5, atol=1e-5)
@@ -208,10 +195,8 @@ def test_a_cast_inside_the_differentiated_function_is_refused(mesh):
 
 def test_hooks_over_two_axes_add_up_over_both(mesh_2d):
     f = lambda p, x: loss(hook(hook(p), "model"), x)  # noqa: E731
-    g = jax.shard_map(
-        lambda p, x: jax.grad(f)(p, x[0, 0]),
-        mesh=mesh_2d, in_specs=(P(), P("data", "model")), out_specs=P(), check_vma=False,
-    )  # fmt: skip
+    of_rank = lambda p, x: jax.grad(f)(p, x[0, 0])  # noqa: E731
+    g = over(mesh_2d, of_rank, in_specs=(P(), P("data", "model")), check_vma=False)
     got = jax.jit(g)(PARAMS, POINTS.reshape(4, 2))["b"]
     np.testing.assert_allclose(got, of_all_ranks(), rtol=1e-5)
 
@@ -221,55 +206,42 @@ def test_hooks_over_two_axes_add_up_over_both(mesh_2d):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("compressor", [Quantize(8), Identity()], ids=str)
-def test_hook_gives_the_summed_gradient(check_vma, compressor):
+def test_hook_gives_the_summed_gradient(check_vma, compressor, mesh):
     params, x, y = params_and_batch()
 
-    def step(p, x, y):
-        def loss(p):
-            p = reduce_in_backward(p, "data", compressor, exchange="xla")
-            return loss_fn(p, x, y) / 8
+    def loss(p, batch):
+        p = reduce_in_backward(p, "data", compressor, exchange="xla")
+        return loss_fn(p, *batch) / 8
 
-        return jax.grad(loss)(p)
-
-    f = jax.shard_map(
-        step,
-        mesh=auto_mesh(),
-        in_specs=(P(), P("data"), P("data")),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    check_close(jax.jit(f)(params, x, y), jax.grad(loss_fn)(params, x, y))
+    f = over(mesh, jax.grad(loss), check_vma=check_vma)
+    check_close(jax.jit(f)(params, (x, y)), jax.grad(loss_fn)(params, x, y))
 
 
-def test_hook_reduces_each_buffer_by_itself_in_the_backward_pass():
-    params, x, y = params_and_batch()
+def test_hook_reduces_each_buffer_by_itself_in_the_backward_pass(mesh):
+    params, *batch = params_and_batch()
     plan = Plan.build(params, Quantize(8), fusion_bytes=1)
 
-    def step(p, x, y):
-        hook = lambda p: reduce_in_backward(p, "data", plan, exchange="xla")  # noqa: E731
-        return jax.grad(lambda p: loss_fn(hook(p), x, y))(p)
+    def loss(p, batch):
+        return loss_fn(reduce_in_backward(p, "data", plan, exchange="xla"), *batch)
 
-    f = jax.shard_map(step, mesh=auto_mesh(), in_specs=(P(), P("data"), P("data")), out_specs=P())
-    text = jax.jit(f).lower(params, x, y).compile().as_text()
+    text = jax.jit(over(mesh, jax.grad(loss))).lower(params, batch).compile().as_text()
     assert len(re.findall(r" all-to-all\(", text)) == len(plan.buffers) == 2
 
 
-def test_hook_takes_a_key_and_typed_parameters_that_vary():
+def test_hook_takes_a_key_and_typed_parameters_that_vary(mesh):
     params, x, y = params_and_batch()
-    stochastic = Quantize(8, rounding="stochastic")
+    code = Quantize(8, rounding="stochastic")
 
-    def step(p, x, y, key):
+    def step(p, batch, key):
+        def loss(p):
+            p = reduce_in_backward(p, "data", code, key=key, exchange="xla")
+            return loss_fn(p, *batch) / 8
+
         p = jax.tree.map(lambda v: lax.pcast(v, "data", to="varying"), p)
-        hook = lambda p: reduce_in_backward(  # noqa: E731
-            p, "data", stochastic, key=key, exchange="xla"
-        )
-        grads = jax.grad(lambda p: loss_fn(hook(p), x, y) / 8)(p)
-        return jax.tree.map(lambda g: g[None], grads)
+        return jax.tree.map(lambda g: g[None], jax.grad(loss)(p))
 
-    f = jax.shard_map(
-        step, mesh=auto_mesh(), in_specs=(P(), P("data"), P("data"), P()), out_specs=P("data")
-    )
-    grads = jax.jit(f)(params, x, y, jax.random.key(0))
+    f = over(mesh, step, in_specs=(P(), P("data"), P()), out_specs=P("data"))
+    grads = jax.jit(f)(params, (x, y), jax.random.key(0))
     for g in jax.tree.leaves(grads):
         assert (np.asarray(g) == np.asarray(g)[:1]).all()
     check_close(jax.tree.map(lambda g: g[3], grads), jax.grad(loss_fn)(params, x, y))

@@ -78,9 +78,12 @@ def under_shard_map(check_vma=True):
         grads = jax.shard_map(reduced, in_specs=(SPECS,), out_specs=SPECS, **inside)(grads)
         return lax.pmean(loss, "replica"), grads
 
-    specs = (P(), P("replica"), P("replica"))
-    how = {"axis_names": {"replica"}, "check_vma": check_vma}
-    return jax.shard_map(ranked, mesh=case()[0], in_specs=specs, out_specs=P(), **how)
+    return over_replicas(ranked, check_vma=check_vma)
+
+
+def over_replicas(ranked, **options):
+    how = {"in_specs": (P(), P("replica"), P("replica")), "out_specs": P()} | options
+    return jax.shard_map(ranked, mesh=case()[0], axis_names={"replica"}, **how)
 
 
 def under_sync_gradients():
@@ -93,9 +96,7 @@ def under_sync_gradients():
         grads, _ = tx.update(grads, tx.init(params))
         return lax.pmean(loss, "replica"), grads
 
-    specs = (P(), P("replica"), P("replica"))
-    how = {"axis_names": {"replica"}}
-    return jax.shard_map(ranked, mesh=case()[0], in_specs=specs, out_specs=P(), **how)
+    return over_replicas(ranked)
 
 
 ROADS = {
@@ -131,9 +132,8 @@ def exact_ones():
     """Loss and gradients of the whole batch on one device, then of the half of each replica."""
     params, *batch = jax.device_get(case()[1:])
     f = jax.jit(jax.value_and_grad(loss_fn))
-    halves = [
-        jax.device_get(f(params, *(a[part] for a in batch))) for part in (np.s_[:32], np.s_[32:])
-    ]
+    parts = np.s_[:32], np.s_[32:]
+    halves = [jax.device_get(f(params, *(a[part] for a in batch))) for part in parts]
     return [jax.tree.map(lambda a, b: (a + b) / 2, *halves), *halves]
 
 
@@ -328,10 +328,8 @@ def test_moments_of_shards_are_those_of_whole_parameters():
 
     split = {"layers": SPECS["layers"]}
     for specs in (split, jax.tree.map(lambda _: P(), split)):
-        f = cgx_jax.value_and_grad(
-            loss, "replica", Q8, specs=specs, mesh=mesh, precondition=SecondMoment(),
-            exchange="xla",
-        )  # fmt: skip
+        how = {"mesh": mesh, "precondition": SecondMoment(), "exchange": "xla"}
+        f = cgx_jax.value_and_grad(loss, "replica", Q8, specs=specs, **how)
         state, step = f.init(params), jax.jit(f.apply)
         for _ in range(steps):
             (_, grads), state = step(state, params, x, y)
@@ -340,9 +338,8 @@ def test_moments_of_shards_are_those_of_whole_parameters():
     assert jax.tree.leaves(got)
     # Shards have other buckets, so their errors differ.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=1e-6), got, want)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=0.02 * np.abs(b).max()), grads, others
-    )
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=0.02 * np.abs(b).max())  # noqa: E731
+    jax.tree.map(close, grads, others)
     check_placed(grads, split)
 
 
@@ -357,30 +354,23 @@ REFUSED = {
         "over no other axis",
     ),
     "a string": (refused(with_head("model")), r"has 'model' for params\['head'\].*P\(None, 'mod"),
-    "an array on one device": (
-        refused(lambda: with_head(jnp.ones(3))),
-        r"has SingleDeviceSharding\(.*for params\['head'\].*NamedShardings",
-    ),
+    "an array on one device": (refused(lambda: with_head(jnp.ones(3))),
+                               r"has SingleDeviceSharding\(.*for params\['head'\].*NamedShardings"),
     "a traced array": (traced, r"specs has .*params\['head'\].*arrays from outside jit"),
     "another mesh": (
         refused(lambda: with_head(NamedSharding(auto_mesh((8,), ("model",)), P("model")))),
         r"for params\['head'\], of a mesh with \{'model': 8\}, but .*'model': 2\}.*arrays of this",
     ),
     "another tree": (refused({"tail": P()}), "specs is no tree like argument 'params', nor a pref"),
-    "too many dimensions": (
-        refused(with_head(P(None, "fsdp", "model"))), r"\['head'\] float32\[64,64\] .*dimension 2"
-    ),
-    "a tree in the place of a tuple": (
-        refused(SPECS, argnums=(0,)), r"specs=\{.* a tuple with one entry for each of the 1 arg"
-    ),
-    "a function that says nothing": (
-        refused(lambda: lambda path: None), r"specs\('head'\) returned None; .*P\(\) for"
-    ),
+    "too many dimensions": (refused(with_head(P(None, "fsdp", "model"))),
+                            r"\['head'\] float32\[64,64\] .*dimension 2"),
+    "a tree in the place of a tuple": (refused(SPECS, argnums=(0,)),
+                                       r"specs=\{.* a tuple with one entry for each of the 1 arg"),
+    "a function that says nothing": (refused(lambda: lambda path: None),
+                                     r"specs\('head'\) returned None; .*P\(\) for"),
     "nothing": (refused(None), r"jit hides how params\['head'\].*the sharded params themselves"),
-    "a compressor's state of shards": (
-        lambda: stateful(policy=cgx_jax.compressors.PowerSGD()),
-        r"keep a state.*need whole gradients.*rotation=True",
-    ),
+    "a compressor's state of shards": (lambda: stateful(policy=cgx_jax.compressors.PowerSGD()),
+                                       r"keep a state.*need whole gradients.*rotation=True"),
 }  # fmt: skip
 
 
@@ -610,11 +600,8 @@ def test_drop_manual_axes_leaves_specs_alone_where_no_axis_is_manual():
         seen.append(drop_manual_axes(spec))
         return x
 
-    mesh = case()[0]
-    mapped = jax.shard_map(ranked, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"replica"})
-    jax.eval_shape(mapped, jnp.ones(2))
+    jax.eval_shape(over_replicas(ranked, in_specs=P()), jnp.ones(2))
     assert seen == [P("fsdp", None, None, P.UNCONSTRAINED)]
-    with pytest.raises(
-        TypeError, match=r"^drop_manual_axes: 'data' is not a PartitionSpec; pass P"
-    ):
+    says = r"^drop_manual_axes: 'data' is not a PartitionSpec; pass P"
+    with pytest.raises(TypeError, match=says):
         drop_manual_axes("data")

@@ -58,6 +58,8 @@ def on_grid(f, nodes, local, **options):
 
 
 AXES = ("node", "local")
+summed = functools.partial(cgx_jax.psum_compressed, compressor=Quantize(4, 64), exchange="xla")
+by_levels = functools.partial(summed, axis_name=AXES, levels=Levels("local"))
 
 
 def leveled(levels, mesh, across, axes=AXES):
@@ -86,9 +88,7 @@ def test_sums_are_within_the_bound_and_alike_on_all_ranks(name, shape):
     # Values are larger in some columns, ranks cancel out, and shares cut buckets elsewhere.
     x = normal(nodes * local, 16, 60) * np.repeat([1, 100], [40, 20]).astype(np.float32)
     x += 100 * normal(16, 60) * (-1.0) ** np.arange(nodes * local, dtype=np.float32)[:, None, None]
-    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v, AXES, code, key=KEY, exchange="xla", reduction=how, levels=levels
-    )
+    call = functools.partial(by_levels, compressor=code, key=KEY, reduction=how, levels=levels)
     got = np.asarray(on_grid(call, nodes, local, out=None, check_vma=False)(x))
     assert all(row.tobytes() == got[0].tobytes() for row in got)
     typed = on_grid(call, nodes, local)  # check_vma takes it for the same on all ranks
@@ -111,36 +111,24 @@ def test_sums_are_within_the_bound_and_alike_on_all_ranks(name, shape):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_groups_of_a_flat_axis_are_levels_too(check_vma, mesh):
     x = normal(8, 16, 60)
-    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    flat = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v, "data", Quantize(4, 64), exchange="xla", levels=Levels(groups=groups)
-    )
-    named = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v, AXES, Quantize(4, 64), exchange="xla", levels=Levels("local")
-    )
+    groups = Levels(groups=[[0, 1, 2, 3], [4, 5, 6, 7]])
+    flat = functools.partial(summed, axis_name="data", levels=groups)
     got = on_ranks(flat, mesh, out=P(), check_vma=check_vma)(x)
-    np.testing.assert_array_equal(got, on_grid(named, 2, 4)(x))
+    np.testing.assert_array_equal(got, on_grid(by_levels, 2, 4)(x))
 
 
 def test_buckets_of_equal_values_are_exact_where_shares_are_uneven():
     x = np.full((8, 7, 31), 5, np.float32)
-    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v, AXES, Quantize(2, 32), exchange="xla", levels=Levels("local")
-    )
+    call = functools.partial(by_levels, compressor=Quantize(2, 32))
     np.testing.assert_array_equal(on_grid(call, 2, 4)(x), np.full((7, 31), 40, np.float32))
 
 
 def test_levels_work_under_pmap_and_in_a_plain_vmap():
     x, groups = normal(8, 16, 60), Levels(groups=[[0, 1], [2, 3], [4, 5], [6, 7]])
-    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v, "data", Quantize(4, 64), exchange="xla", levels=groups
-    )
+    call = functools.partial(summed, axis_name="data", levels=groups)
     want = jax.pmap(call, axis_name="data")(x)
     assert (np.asarray(want) == np.asarray(want)[0]).all()
-    twice = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v, AXES, Quantize(4, 64), exchange="xla", levels=Levels("local")
-    )
-    named = on_grid(lambda v: jax.vmap(twice)(jnp.stack([v, 2 * v]))[0], 4, 2)
+    named = on_grid(lambda v: jax.vmap(by_levels)(jnp.stack([v, 2 * v]))[0], 4, 2)
     np.testing.assert_array_equal(named(x), want[0])
 
 
@@ -225,7 +213,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_levels_are_refused_by_the_call(name):
     levels, says = WRONG[name]
-    f = lambda v: cgx_jax.psum_compressed(v, AXES, Quantize(4), levels=levels)  # noqa: E731
+    f = functools.partial(by_levels, levels=levels)
     with pytest.raises(ValueError, match=rf"^psum_compressed.*{says}"):
         jax.eval_shape(on_grid(f, 2, 2), normal(4, 64, 64))
 
@@ -236,32 +224,26 @@ def test_options_that_do_not_go_with_levels_are_refused(mesh):
     for code in (Largest(), SignSGD(), Signum()):
         with pytest.raises(ValueError, match="cannot be split into a share"):
             Levels("local", compressor=code)
-    call = functools.partial(cgx_jax.psum_compressed, axis_name=AXES, compressor=Quantize(4))
-    with pytest.raises(TypeError, match=r"^psum_compressed: levels='local' is not an instance"):
-        jax.eval_shape(on_grid(lambda v: call(v, levels="local"), 2, 2), normal(4, 64, 64))
-    groups = [[0, 1], [2, 3]]
-    f = lambda v: call(v, levels=Levels("local"), axis_index_groups=groups)  # noqa: E731
-    with pytest.raises(ValueError, match="cannot be combined"):
-        jax.eval_shape(on_grid(f, 2, 2), normal(4, 64, 64))
-    f = lambda v: call(v, compressor=SignSGD(), levels=Levels("local"))  # noqa: E731
-    with pytest.raises(ValueError, match=r"^psum_compressed: SignSGD\(\) of .* vote of each rank"):
-        jax.eval_shape(on_grid(f, 2, 2), normal(4, 64, 64))
+    for options, error, says in (
+        ({"levels": "local"}, TypeError, "levels='local' is not an instance"),
+        ({"axis_index_groups": [[0, 1], [2, 3]]}, ValueError, "levels= and .* cannot be combined"),
+        ({"compressor": SignSGD()}, ValueError, r"SignSGD\(\) of .* vote of each rank"),
+    ):
+        f = functools.partial(by_levels, **options)
+        with pytest.raises(error, match=f"^psum_compressed: {says}"):
+            jax.eval_shape(on_grid(f, 2, 2), normal(4, 64, 64))
     tx = cgx_jax.sync_gradients(AXES, Difference(), levels=Levels("local"))
     f = lambda v: tx.update(v, tx.init(v))[0]  # noqa: E731
-    with pytest.raises(
-        ValueError, match=r"^sync_gradients: .* needs whole leaves .*different share"
-    ):
+    says = r"^sync_gradients: .* needs whole leaves .*different share"
+    with pytest.raises(ValueError, match=says):
         jax.eval_shape(on_grid(f, 2, 2, check_vma=False), normal(4, 64, 64))
 
 
 def test_one_rank_a_node_is_flat_and_one_node_is_exact():
     x = normal(4, 16, 60)
-    call = lambda v, levels: cgx_jax.psum_compressed(  # noqa: E731
-        v, AXES, Quantize(4, 64), exchange="xla", levels=levels
-    )
-    one_each = on_grid(lambda v: call(v, Levels("local")), 4, 1)(x)
-    np.testing.assert_array_equal(one_each, on_grid(lambda v: call(v, None), 4, 1)(x))
-    one_node = on_grid(lambda v: call(v, Levels("local")), 1, 4)(x)
+    flat = on_grid(functools.partial(by_levels, levels=None), 4, 1)(x)
+    np.testing.assert_array_equal(on_grid(by_levels, 4, 1)(x), flat)
+    one_node = on_grid(by_levels, 1, 4)(x)
     exact = on_grid(lambda v: lax.psum(v, AXES), 1, 4)(x)
     np.testing.assert_array_equal(one_node, exact)
 

@@ -2,11 +2,11 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import cgx_jax
+from processes import finish, start
 
 ROOT = Path(cgx_jax.__file__).parent
 TROUBLESHOOTING = ROOT.parent / "docs" / "troubleshooting.md"
@@ -39,15 +39,10 @@ def calls(name):
 
 
 def test_importing_imports_no_rich_and_configures_no_logging():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IMPORTED],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[]", "[]", "True {(0, 0, True)}"]
-    assert done.stderr == "a warning\n"  # Python shows warnings and errors by itself
+    code, out, error = finish(start([sys.executable, "-W", "ignore", "-c", IMPORTED]))
+    assert code == 0, error
+    assert out.splitlines() == ["[]", "[]", "True {(0, 0, True)}"]
+    assert error == "a warning\n"  # Python shows warnings and errors by itself
 
 
 def test_only_commands_print():

@@ -22,7 +22,7 @@ from cgx_jax.compressors import (
     TopK,
 )
 from cgx_jax.transforms import MomentumCorrection, diloco, metrics
-from worlds import normal, ranks
+from worlds import first, normal, ranks, with_state
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
@@ -57,7 +57,10 @@ def run(compressor, memory, grads, **options):
     world = grads.shape[1]
     tx = sync(compressor, memory, world, **options)
     means, states = optax_steps.run(tx, ranks(world), {"w": grads})
-    kept = [[np.asarray(x["w"], np.float64) for x in s.memory] for s in states]
+    kept = [
+        [np.asarray(x["w"], np.float64) for x in getattr(s.memory, "trees", s.memory)]
+        for s in states
+    ]
     return np.array([m["w"] for m in means], np.float64), kept
 
 
@@ -219,7 +222,7 @@ def test_feedback_by_rates_is_the_paper_s_ef_sgd_under_a_schedule(momentum):
         sent = np.array([signs(x) for x in p]) if rate else np.zeros_like(p)
         e = p - sent
         np.testing.assert_allclose(step["w"], -sent.mean(0), atol=1e-6)
-        np.testing.assert_allclose(states[t + 1][0].memory[0]["w"], e, atol=1e-5)
+        np.testing.assert_allclose(states[t + 1][0].memory.trees[0]["w"], e, atol=1e-5)
 
 
 def test_without_the_schedule_a_late_value_counts_by_a_later_rate():
@@ -235,11 +238,23 @@ def test_without_the_schedule_a_late_value_counts_by_a_later_rate():
         assert closes or off > 0.1
 
 
+@pytest.mark.parametrize("before", [None, rates], ids=["gradients", "rates"])
+@pytest.mark.parametrize("kind", [ErrorFeedback, MomentumCorrection])
+def test_residuals_times_rates_are_not_taken_for_others(kind, before):
+    """Both are arrays like the parameters."""
+    after = None if before else rates
+    state = sync(Quantize(4), kind(learning_rate=before)).init({"w": normal(40, 50)})
+    tx = sync(Quantize(4), kind(learning_rate=after))
+    f = with_state(lambda g, s: tx.update(first(g), s), ranks(WORLD), state, P("data"))
+    says = f"residuals of gradients.* {kind.__name__} has (a|no) learning_rate"
+    with pytest.raises(ValueError, match=says):
+        jax.eval_shape(f, {"w": normal(WORLD, 40, 50)}, state)
+
+
 @pytest.mark.parametrize("kind", [ErrorFeedback, MomentumCorrection])
 def test_a_rate_that_is_no_schedule_is_refused(kind):
-    with pytest.raises(
-        TypeError, match=rf"{kind.__name__}: learning_rate=0.1 is not a schedule; .*"
-    ):
+    says = f"{kind.__name__}: learning_rate=0.1 is not a schedule; "
+    with pytest.raises(TypeError, match=says):
         kind(learning_rate=0.1)
 
 
@@ -284,9 +299,8 @@ def test_nothing_is_counted_where_there_is_room_for_all():
 
 def test_counts_of_a_traced_state_are_refused():
     state = sync(Threshold(0.5), ErrorFeedback()).init({"w": jnp.zeros((30, 50))})
-    with pytest.raises(
-        ValueError, match=r"^metrics: the state is traced.*; make this call outside"
-    ):
+    says = r"^metrics: the state is traced.*; make this call outside"
+    with pytest.raises(ValueError, match=says):
         jax.jit(metrics)(state)
 
 

@@ -3,7 +3,6 @@
 import pathlib
 import platform
 import re
-import subprocess
 import sys
 
 import jax
@@ -12,6 +11,7 @@ import pytest
 
 import cgx_jax
 from cgx_jax.kernels import backends
+from processes import finish, start
 
 THP = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 needs_native = pytest.mark.skipif(
@@ -65,10 +65,8 @@ print(agreed, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 1
 def test_kept_memory_is_not_faulted_in_again():
     faults = {}
     for how in ("keep", "return"):
-        out = subprocess.run(
-            [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True
-        )
-        agreed, count = out.stdout.split()
+        _, out, _ = finish(start([sys.executable, "-c", FAULTS, how]))
+        agreed, count = out.split()
         assert agreed == "True"
         faults[how] = int(count)
     pages = (64 << 20) // 4096

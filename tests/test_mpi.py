@@ -20,7 +20,7 @@ from cgx_jax import Quantize
 from cgx_jax.exchanges import Mpi, mpi_rows
 from cgx_jax.kernels import native
 from mpi_programs import labels, labels_of_two, program
-from processes import MPIEXEC, needs_mpi
+from processes import ENVIRONMENT, MPIEXEC, needs_mpi
 
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")
 WORKER = pathlib.Path(__file__).with_name("mpi_worker.py")
@@ -32,13 +32,12 @@ def run(world, *scenario, code=0, kept=False):
     mpiexec ends all ranks when one dies. With `kept`, a shell outlives each rank to prevent this:
     for a minute if the rank was killed, because its peers must notice first, else for seconds.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, str(WORKER), *scenario]
     if kept:
         command = ["sh", "-c", f"{shlex.join(command)}; [ $? -lt 128 ] || sleep 60; sleep 6"]
     done = subprocess.run(
         [MPIEXEC, "-n", str(world), *command],
-        env=environment | {"FI_PROVIDER": "tcp"},
+        env=ENVIRONMENT | {"FI_PROVIDER": "tcp"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -256,9 +256,7 @@ def test_one_buffer_may_mix_dtypes_widths_and_buckets():
         for n, b, s, r, m, t in rng.integers([0, 1, 1, 0, 0, 0], [700, 9, 9, 3, 2**31, 2], (30, 6))
     ]
     dtypes = [list(DTYPES.values())[i % 3] for i in range(30)]
-    values = [
-        values_for([leaf], t, i)[0] for i, (leaf, t) in enumerate(zip(leaves, dtypes, strict=True))
-    ]
+    values = [values_for([leaf], dtypes[i], i)[0] for i, leaf in enumerate(leaves)]
     check_all_calls(values, leaves, 4, 2, 4.0)
 
 
@@ -326,10 +324,8 @@ def test_units_multiply_every_value_on_its_way_in_and_out(dtype, coding, columns
 
 
 def test_units_of_large_leaves_and_of_rows_shorter_than_a_vector():
-    leaves = [
-        Leaf(5 * 3 * 2**14),
-        leaf_of(5 * 3 * 2**14, 4, 512, number=1, rotation=True, row=15),
-    ] * 2
+    size = 5 * 3 * 2**14
+    leaves = [Leaf(size), leaf_of(size, 4, 512, number=1, rotation=True, row=15)] * 2
     units = [None, *units_for(leaves, lambda n: 5)[1:2], *units_for(leaves, lambda n: n // 3)[1:3]]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0, units)
 
@@ -428,13 +424,8 @@ def test_every_half_converts_as_numpy_and_ml_dtypes_do():
 @every_isa
 def test_narrowing_rounds_to_nearest_even_at_every_tie():
     rng = np.random.default_rng(0)
-    bits = np.concatenate(
-        [
-            rng.integers(0, 2**32, 200_000, np.uint64).astype(np.uint32),
-            np.arange(0, 2**32, 2**12, np.uint64).astype(np.uint32),
-        ]
-    )
-    lo = bits.view(np.float32)
+    bits = rng.integers(0, 2**32, 200_000, np.uint64), np.arange(0, 2**32, 2**12, np.uint64)
+    lo = np.concatenate(bits).astype(np.uint32).view(np.float32)
     record = np.zeros((lo.size, 16), np.uint8)  # 32 values at 1 bit, all equal to lo
     record[:, :4] = lo[:, None].view(np.uint8)
     leaves = [Leaf(32 * lo.size, 1, 32)] * 2
@@ -459,15 +450,8 @@ def test_golden_records(case):
     x = np.array(case["values"], np.float32)
     bucket = case.get("bucket", 0)
     size = 256 if bucket == 0 else 32
-    leaf = Leaf(
-        size * bucket + x.size,
-        case["bits"],
-        size,
-        case.get("rounding", 0),
-        case.get("number", 0),
-        case.get("rotation", False),
-        case.get("segment", 0),
-    )
+    given = (case.get(k, 0) for k in ("rounding", "number", "rotation", "segment"))
+    leaf = Leaf(size * bucket + x.size, case["bits"], size, *given)
     before = np.zeros(size * bucket, np.float32)
     payload, _ = encode([np.concatenate([before, x])], [leaf], 1, key=case.get("key", KEY))
     want = np.frombuffer(bytes.fromhex("".join(case["record"])), np.uint8)
@@ -484,9 +468,8 @@ def test_layout_is_the_oracle_s(world):
     for _ in range(20):
         rows = rng.integers([0, 1, 1], [3000, 9, 20], (rng.integers(0, 12), 3))
         leaves = [Leaf(int(n), int(b), int(s) * 32) for n, b, s in rows]
-        columns = [
-            [getattr(leaf, name) for leaf in leaves] for name in ("size", "bits", "bucket_size")
-        ]
+        names = "size", "bits", "bucket_size"
+        columns = [[getattr(leaf, name) for leaf in leaves] for name in names]
         assert module.layout(*columns, world) == oracle.layout(leaves, world)
 
 
@@ -516,23 +499,15 @@ def test_a_batch_is_as_many_calls():
     keys = np.arange(2 * batch, dtype=np.uint32).reshape(batch, 2)
     ranks = np.array([-1, 0, 1, 2], np.int32)
     stacked = [np.stack(v) for v in zip(*sets, strict=True)]
-    row = oracle.layout(leaves, world)[1]
-    (payload,) = call(
-        "cgx_encode",
-        [((batch, world, row), np.uint8)],
-        [keys, ranks, *stacked],
-        attributes(leaves, world),
-    )
+    row, attrs = oracle.layout(leaves, world)[1], attributes(leaves, world)
+    results = [((batch, world, row), np.uint8)]
+    (payload,) = call("cgx_encode", results, [keys, ranks, *stacked], attrs)
     for b in range(batch):
         want, _ = oracle.encode(sets[b], leaves, world, ranks[b], keys[b])
         assert_same_bytes(payload[b], want, f"batch element {b}")
     own = np.maximum(ranks, 0)
-    (chunk,) = call(
-        "cgx_reduce",
-        [((batch, row), np.uint8)],
-        [keys, own, payload, *stacked],
-        attributes(leaves, world, divisor=np.float32(3)),
-    )
+    operands, attrs = [keys, own, payload, *stacked], attrs | {"divisor": np.float32(3)}
+    (chunk,) = call("cgx_reduce", [((batch, row), np.uint8)], operands, attrs)
     for b in range(batch):
         want, _ = oracle.reduce(sets[b], payload[b], leaves, own[b], 3, keys[b])
         assert_same_bytes(chunk[b], want, f"reduce, batch element {b}")
@@ -621,15 +596,13 @@ WRONG = [
     Wrong("divisor is nan", "cgx_reduce", attrs={"divisor": np.float32("nan")}),
     Wrong("size of chunk is 5, expected", "cgx_reduce", results={0: ((1, 5), np.uint8)}),
     Wrong("cgx_decode: bits of leaf 0 is 12", "cgx_decode", slot={"bits": 12}),
-    Wrong("size of payload is 14, expected", "cgx_decode",
-          args={0: np.zeros((1, 2, 7), np.uint8)}),
+    Wrong("size of payload is 14, expected", "cgx_decode", args={0: np.zeros((1, 2, 7), np.uint8)}),
     Wrong("dtype of leaf 0", "cgx_decode", results={0: ((1, 1000), np.int8)}),
     Wrong("cgx_accumulate: world is 2, expected 1", "cgx_accumulate", attrs={"world": np.int64(2)}),
     Wrong("rank is 2, must be in [-1, 2)", "cgx_accumulate", args={0: np.array([2], np.int32)}),
     Wrong("size of payload is 6, expected", "cgx_accumulate",
           args={1: np.zeros((1, 2, 3), np.uint8)}),
-    Wrong("leaf 0 has units, but this call takes none", "cgx_accumulate",
-          slot={"num_columns": 10}),
+    Wrong("leaf 0 has units, but this call takes none", "cgx_accumulate", slot={"num_columns": 10}),
     Wrong("rank of payload is 1, expected 2", "cgx_accumulate", args={1: np.zeros(9, np.uint8)}),
 ]  # fmt: skip
 

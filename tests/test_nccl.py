@@ -10,7 +10,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -27,12 +26,9 @@ from cgx_jax.kernels.primitives import NO_RANK
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.tuning import candidates, engine
 from profiles import profile
-from worlds import on_ranks
+from worlds import needs_streams, on_ranks
 
 WORLD = 8
-needs_streams = pytest.mark.skipif(
-    jaxlib.version.__version_info__ < (0, 11), reason="fused calls on CUDA need jaxlib 0.11"
-)
 
 
 @pytest.mark.parametrize("streams", [-1, 0, 1.5, MOST_STREAMS + 1])
@@ -86,8 +82,7 @@ def over(mesh, f):
 
 @needs_streams
 @pytest.mark.parametrize(
-    ("reduction", "target"),
-    [(None, "cgx_all_reduce_nccl"), ("gather_sum", "cgx_gather_sum_nccl")],
+    ("reduction", "target"), [(None, "cgx_all_reduce_nccl"), ("gather_sum", "cgx_gather_sum_nccl")]
 )
 def test_a_sum_is_one_call_on_as_many_streams(reduction, target, mesh, built):
     f = over(mesh, lambda x: summed(x, Nccl(streams=4), reduction=reduction))

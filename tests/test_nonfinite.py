@@ -1,8 +1,6 @@
 """Nonfinite values are reported by leaf, rank, step and place, and all ranks skip the step."""
 
 import functools
-import os
-import subprocess
 import sys
 
 import jax
@@ -15,7 +13,8 @@ from cgx_jax import ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment
 from cgx_jax.compressors import SignSGD
 from cgx_jax.kernels.nonfinite import all_finite, count_nonfinite
 from cgx_jax.reductions import Levels
-from worlds import first, on_ranks, placed, stepper
+from processes import finish, start
+from worlds import first, on_ranks, placed, sharded, stepper
 
 EXACT_BIAS = (Rule(Identity(), path="bias"),)
 RULES = Rules((), Quantize(4, 64), exact=EXACT_BIAS)
@@ -46,8 +45,8 @@ IN = [
 ]
 
 
-def psum(tree, rules=RULES):
-    return cgx_jax.psum_compressed(tree, "data", rules, exchange="xla")
+def psum(tree, rules=RULES, **options):
+    return cgx_jax.psum_compressed(tree, "data", rules, exchange="xla", **options)
 
 
 def hook(tree):
@@ -89,10 +88,8 @@ def test_leaf_rank_place_and_count_are_named_once(mesh, caplog, check_vma):
 def test_raising_ends_the_step_with_the_report_and_no_other_step(mesh):
     with cgx_jax.debug_nonfinite():
         f = on_ranks(psum, mesh)
-        with pytest.raises(
-            jax.errors.JaxRuntimeError,
-            match=r"FloatingPointError: psum_compressed .*(?s:.)*rank 6 has",
-        ):
+        says = r"FloatingPointError: psum_compressed .*(?s:.)*rank 6 has"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=says):
             run(f, spoilt())
         assert np.isfinite(run(f, gradients())["kernel"]).all()
 
@@ -124,17 +121,11 @@ for action in ("log", "raise"):
 
 
 def test_without_native_kernels_a_host_callback_reports():
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NATIVE],
-        env=environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    logged, _, raised = done.stderr.partition("Traceback")
+    flags = "--xla_force_host_platform_device_count=2"
+    _, _, error = finish(start([sys.executable, "-c", WITHOUT_NATIVE], XLA_FLAGS=flags))
+    logged, _, raised = error.partition("Traceback")
     line = "in '' float32[600]: rank 1 has 1 of 600, the first at [5]"
-    assert logged.count(line) == 1, done.stderr
+    assert logged.count(line) == 1, error
     assert line in raised
     assert "FloatingPointError: psum_compressed over axis data" in raised
 
@@ -181,9 +172,8 @@ def test_ranks_of_a_mesh_with_more_axes_have_coordinates_and_skip_together(
     ids=["ring", "levels"],
 )
 def test_no_bucket_is_named_where_those_of_shares_begin_elsewhere(mesh, caplog, options):
-    f = lambda t: cgx_jax.psum_compressed(t, "data", RULES, exchange="xla", **options)  # noqa: E731
     with cgx_jax.debug_nonfinite("log"):
-        run(on_ranks(f, mesh), spoilt())
+        run(on_ranks(functools.partial(psum, **options), mesh), spoilt())
     (text,) = reports(caplog)
     assert "in 'kernel' float32[16, 40]: rank 3 has 2 of 640, the first at [7, 1]\n" in text
 
@@ -202,12 +192,10 @@ def test_python_numbers_stay_python_numbers(mesh, action):
 
 
 def test_axes_that_are_left_to_xla_are_refused(mesh_2d):
-    f = jax.shard_map(
-        psum, mesh=mesh_2d, in_specs=jax.P("data"), out_specs=jax.P(), axis_names={"data"}
-    )
+    f = sharded(psum, mesh_2d, jax.P("data"), axis_names={"data"})
     says = r"^psum_compressed: debug_nonfinite .* shards over axis 'model'; make all axes.*specs="
     with cgx_jax.debug_nonfinite(), pytest.raises(ValueError, match=says):
-        jax.jit(f)(gradients()["kernel"])
+        f(gradients()["kernel"])
 
 
 TRANSFORMED = {
@@ -319,15 +307,9 @@ def test_one_value_is_found_wherever_it_is(dtype, n):
 def test_groups_decide_together(mesh, caplog):
     """Only the group of rank 3 has a result that is not finite."""
     groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    tree = {"kernel": spoilt()["kernel"]}
-
-    def psum_of_groups(tree):
-        return cgx_jax.psum_compressed(
-            tree, "data", RULES, exchange="xla", axis_index_groups=groups
-        )
-
+    f = on_ranks(functools.partial(psum, axis_index_groups=groups), mesh)
     with cgx_jax.debug_nonfinite("skip"):
-        assert not run(on_ranks(psum_of_groups, mesh), tree)["kernel"].any()
+        assert not run(f, {"kernel": spoilt()["kernel"]})["kernel"].any()
     (text,) = reports(caplog)
     assert "out 'kernel' float32[16, 40]: ranks 2, 3 have 128 of 640" in text
 
@@ -378,8 +360,6 @@ def test_a_part_of_a_step_is_not_skipped(mesh, name):
 
 
 def test_an_action_that_is_none_is_refused():
-    with (
-        pytest.raises(ValueError, match="action='ignore' must be one of"),
-        cgx_jax.debug_nonfinite("ignore"),
-    ):
+    says = "action='ignore' must be one of"
+    with pytest.raises(ValueError, match=says), cgx_jax.debug_nonfinite("ignore"):
         pass

@@ -6,18 +6,14 @@ tests/cpp/cuda/peer_test.cc checks its bytes.
 from functools import partial
 
 import jax
-import jaxlib.version
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax.exchanges.experimental import Peer, peer
-from worlds import normal, on_ranks
+from worlds import needs_streams, normal, on_ranks
 
 WORLD = 8
-needs_streams = pytest.mark.skipif(
-    jaxlib.version.__version_info__ < (0, 11), reason="fused calls on CUDA need jaxlib 0.11"
-)
 
 
 def psum(mesh):
@@ -83,12 +79,9 @@ def test_the_kernel_multiplies_by_units(bucket_size, built, mesh):
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0001, 2e9, float("nan")])
-def test_an_impossible_timeout_is_refused(timeout):
+def test_impossible_options_are_refused(timeout):
     with pytest.raises(ValueError, match=rf"Peer: timeout={timeout} must be in \[0\.001, 1e\+09\]"):
         Peer(timeout=timeout)
-
-
-def test_another_memory_is_refused():
     with pytest.raises(ValueError, match="Peer: memory='disk' must be 'device' or 'host'"):
         Peer(memory="disk")
 

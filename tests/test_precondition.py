@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -17,11 +16,16 @@ from cgx_jax import Cast, ErrorFeedback, Identity, Plan, Quantize, Rule, Rules, 
 from cgx_jax.transforms.precondition import PERIOD, WARMUP, squares_of
 from optax_steps import run
 from reducing import pmean_with_residual
+from worlds import first, ranks, sharded
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
 WORLD = 3
-EXACT_BIAS = [Rule(Identity(), path="bias")]
+MESH = ranks(WORLD)
+
+
+def rules(compressor):
+    return Rules((), compressor, exact=[Rule(Identity(), path="bias")])
 
 
 def gradients(steps, seed=0, dtype=np.float32):
@@ -40,12 +44,8 @@ def gradients(steps, seed=0, dtype=np.float32):
 
 @functools.cache
 def transformation(compressor, precondition, memory=None):
-    mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
-    policy = Rules((), compressor, exact=EXACT_BIAS)
-    tx = cgx_jax.sync_gradients(
-        "data", policy, memory=memory, precondition=precondition, mesh=mesh, exchange="xla"
-    )
-    return tx, mesh
+    how = {"memory": memory, "precondition": precondition, "mesh": MESH, "exchange": "xla"}
+    return cgx_jax.sync_gradients("data", rules(compressor), **how), MESH
 
 
 class Oracle:
@@ -97,15 +97,12 @@ class Oracle:
 def test_a_step_is_the_mean_compressed_in_units_from_the_steps_before(compressor, precondition):
     grads = gradients(5)
     results, _ = run(*transformation(compressor, precondition), grads)
-    _, mesh = transformation(compressor, None)
     oracles = {k: Oracle(precondition, grads[k].shape[2:]) for k in ("w", "v")}
 
     def mean(tree):
-        policy = Rules((), compressor, exact=EXACT_BIAS)
-        own = jax.tree.map(lambda x: x[0], tree)
-        return cgx_jax.pmean_compressed(own, "data", policy, exchange="xla")
+        return cgx_jax.pmean_compressed(first(tree), "data", rules(compressor), exchange="xla")
 
-    plain = jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    plain = sharded(mean, MESH, P("data"))
     for t, result in enumerate(results):
         units = {k: oracle.units() for k, oracle in oracles.items()}
         assert t < 2 or all(u.max() > 3 for u in units.values())
@@ -153,11 +150,8 @@ def test_gradients_of_another_size_take_the_same_codes():
     for exponent in (-20, 16):
         scaled = jax.tree.map(lambda g, e=exponent: np.float32(2.0**e) * g, grads)
         for mine, other in zip(results, run(*tx, scaled)[0], strict=True):
-            jax.tree.map(
-                lambda a, b, e=exponent: np.testing.assert_array_equal(np.ldexp(a, e), b),
-                mine,
-                other,
-            )
+            for k, a in mine.items():
+                np.testing.assert_array_equal(np.ldexp(a, exponent), other[k])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -190,7 +184,7 @@ def test_world_of_one_and_the_first_steps_are_as_without_it():
     assert (results[2]["w"] != plain[2]["w"]).any()
     alone = jax.tree.map(lambda g: g[:, :1], grads)
     tx = cgx_jax.sync_gradients("data", Quantize(2), precondition=SecondMoment())
-    results, _ = run(tx, Mesh(np.array(jax.devices()[:1]), ("data",)), alone)
+    results, _ = run(tx, ranks(1), alone)
     for t in range(2):
         jax.tree.map(lambda r, g, t=t: np.testing.assert_array_equal(r, g[t, 0]), results[t], alone)
 
@@ -207,8 +201,7 @@ def test_a_number_among_the_parameters_has_moments_too():
             means.append(mean)
         return means
 
-    f = jax.shard_map(steps, mesh=mesh, in_specs=P(None, "data"), out_specs=P(), check_vma=False)
-    got = jax.jit(f)(w)
+    got = sharded(steps, mesh, P(None, "data"), check_vma=False)(w)
     assert [mean["number"] for mean in got] == [2, 2]
     want, _ = run(tx, mesh, {"w": w})
     jax.tree.map(np.testing.assert_array_equal, [mean["w"] for mean in got], [x["w"] for x in want])
@@ -250,16 +243,11 @@ def test_float16_does_not_overflow_where_a_value_grows():
 
 @pytest.mark.usefixtures("no_cache")
 def test_an_adaptive_policy_measures_errors_in_the_same_units():
-    policy = cgx_jax.Adaptive(
-        base=Rules((), Quantize(4), exact=EXACT_BIAS), warmup=100, sample_every=1
-    )
+    policy = cgx_jax.Adaptive(base=rules(Quantize(4)), warmup=100, sample_every=1)
     precondition = SecondMoment()
-    mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
-    tx = cgx_jax.sync_gradients(
-        "data", policy, precondition=precondition, mesh=mesh, exchange="xla"
-    )
-    grads = gradients(4)
-    results, states = run(tx, mesh, grads, compiler=policy.jit)
+    how = {"precondition": precondition, "mesh": MESH, "exchange": "xla"}
+    tx, grads = cgx_jax.sync_gradients("data", policy, **how), gradients(4)
+    results, states = run(tx, MESH, grads, compiler=policy.jit)
     oracle = Oracle(precondition, grads["w"].shape[2:])
     for result in results[:3]:
         oracle.update(result["w"])
@@ -276,15 +264,11 @@ def test_an_adaptive_policy_measures_errors_in_the_same_units():
 @pytest.mark.slow
 def test_it_composes_with_optax_and_adam_comes_near_its_exact_steps():
     grads = gradients(24)
-    mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
 
     def steps(precondition, compressor):
-        policy = Rules((), compressor, exact=EXACT_BIAS)
-        sync = cgx_jax.sync_gradients(
-            "data", policy, precondition=precondition, mesh=mesh, exchange="xla"
-        )
+        sync, _ = transformation(compressor, precondition)
         with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
-            results, _ = run(optax.chain(sync, optax.scale_by_adam()), mesh, grads)
+            results, _ = run(optax.chain(sync, optax.scale_by_adam()), MESH, grads)
         return np.stack([r["w"] for r in results[12:]])
 
     exact = steps(None, Identity())
@@ -337,17 +321,14 @@ def test_no_step_errs_more_than_without_it(name, rotation):
             units = precondition and precondition.units(state, [shape], [0])
 
             def reduce(x):
-                out = pmean_with_residual(
-                    "test", {"w": x}, "data", plan, units=units, exchange="xla", residual=False
-                )
-                return out[0]["w"]
+                how = {"units": units, "exchange": "xla", "residual": False}
+                return pmean_with_residual("test", {"w": x}, "data", plan, **how)[0]["w"]
 
             mean = jax.vmap(reduce, axis_name="data")(rank_gradients)[0]
             exact = rank_gradients.mean(0)
-            after = state
             if precondition is not None:
-                after = precondition.update(state, [shape], squares_of({0: mean}), t)
-            return after, jnp.linalg.norm(mean - exact) / jnp.linalg.norm(exact)
+                state = precondition.update(state, [shape], squares_of({0: mean}), t)
+            return state, jnp.linalg.norm(mean - exact) / jnp.linalg.norm(exact)
 
         state = None if precondition is None else precondition.init(grads[0, 0])
         return jax.lax.scan(step, state, (jnp.arange(steps), grads))[1]
@@ -382,21 +363,17 @@ def test_moments_are_as_small_as_rows_and_columns_and_few():
     assert moments.lines == {name: i for i, name in enumerate(sorted(params))}
 
 
-@pytest.mark.parametrize(
-    ("theirs", "mine", "message"),
-    [
-        (
-            {},
-            {"precondition": SecondMoment()},
-            r"holds no moments, but precondition=SecondMoment\(.*init",
-        ),
-        ({"precondition": SecondMoment()}, {}, r"holds moments, but precondition=None"),
-        ({}, {"memory": ErrorFeedback()}, r"holds 0 arrays per leaf, but ErrorFeedback\(.*init"),
-    ],
-)
-def test_a_state_of_other_options_is_refused(theirs, mine, message):
-    tx, mesh = transformation(Quantize(4), mine.get("precondition"), mine.get("memory"))
-    other, _ = transformation(Quantize(4), theirs.get("precondition"), theirs.get("memory"))
+UNITS = SecondMoment()
+CHANGED = {  # what a state says that other options have made
+    r"holds no moments, but precondition=SecondMoment\(.*init": ((None,), (UNITS,)),
+    r"holds moments, but precondition=None": ((UNITS,), (None,)),
+    r"holds 0 arrays per leaf, but ErrorFeedback\(.*init": ((None,), (None, ErrorFeedback())),
+}
+
+
+@pytest.mark.parametrize("message", CHANGED)
+def test_a_state_of_other_options_is_refused(message):
+    (other, _), (tx, mesh) = (transformation(Quantize(4), *given) for given in CHANGED[message])
     with pytest.raises(ValueError, match=message):
         run(optax.GradientTransformation(other.init, tx.update), mesh, gradients(1))
 

@@ -4,16 +4,15 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment
 from cgx_jax.transforms import MomentumCorrection
+from worlds import ranks, sharded
 
 SHAPES = [(64, 64), (64,), (128, 64), (32, 128), (64, 192)]
 FEW, MANY = 10, 40
@@ -30,20 +29,21 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def mesh():
-    return Mesh(np.array(jax.devices()[:4]), ("data",))
+    return ranks(4)
+
+
+def leaves(count, *lead):
+    shapes = [SHAPES[i % len(SHAPES)] for i in range(count)]
+    return [jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in shapes]
 
 
 def lines_per_leaf(reduction, mesh):
-    few, many = (
-        len(lowered(reduction, mesh, count).as_text().splitlines()) for count in (FEW, MANY)
-    )
+    few, many = (len(lowered(reduction, mesh, n).as_text().splitlines()) for n in (FEW, MANY))
     return (many - few) / (MANY - FEW)
 
 
 def lowered(reduction, mesh, count):
-    params = {
-        f"leaf{i}": jax.ShapeDtypeStruct(SHAPES[i % len(SHAPES)], jnp.float32) for i in range(count)
-    }
+    params = {f"leaf{i}": x for i, x in enumerate(leaves(count))}
     tx = optax.chain(reduction, optax.adam(1e-3))
     state = jax.eval_shape(tx.init, params)
     specs = cgx_jax.state_specs(state, "data")
@@ -56,12 +56,10 @@ def lowered(reduction, mesh, count):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
-    )
+    f = sharded(step, mesh, (P(), specs, P("data")), (P(), specs))
     x = jax.ShapeDtypeStruct((4,), jnp.float32)
     with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
-        return jax.jit(mapped).lower(params, state, x)
+        return f.lower(params, state, x)
 
 
 def sync(mesh, **options):
@@ -89,11 +87,8 @@ def test_a_leaf_adds_little_to_a_sharded_call(name, mesh):
     compressed, exact, most = CALLS[name]
 
     def lines(call, count):
-        tree = [
-            jax.ShapeDtypeStruct((16, *SHAPES[i % len(SHAPES)]), jnp.float32) for i in range(count)
-        ]
-        f = jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-        return len(jax.jit(f).lower(tree).as_text().splitlines())
+        f = sharded(call, mesh, P("data"), P("data"))
+        return len(f.lower(leaves(count, 16)).as_text().splitlines())
 
     def per_leaf(call):
         return (lines(call, MANY) - lines(call, FEW)) / (MANY - FEW)

@@ -216,8 +216,7 @@ def transformed(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in TRANSFORMED],
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in TRANSFORMED]
 )
 @given(given_values=inputs)
 def test_transformations_give_the_same_bits_whatever_the_values(name, given_values):

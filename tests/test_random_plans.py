@@ -53,11 +53,7 @@ def rules(draw):
 policies = st.builds(
     Rules, st.lists(rules(), max_size=4), st.sampled_from(CODES), st.sampled_from([(), EXACT])
 )
-cases = {
-    "tree": trees,
-    "policy": policies,
-    "fusion_bytes": st.sampled_from([1, 5000, 2**20]),
-}
+cases = {"tree": trees, "policy": policies, "fusion_bytes": st.sampled_from([1, 5000, 2**20])}
 
 
 def planned(tree, policy, fusion_bytes):

@@ -20,7 +20,7 @@ from cgx_jax.reductions.named import named
 from cgx_jax.testing import check_reduction
 from hlo import collectives
 from toys import Difference, Largest, Stateless, Steps, Vote
-from worlds import normal, on_ranks, ranks
+from worlds import normal, on_ranks, ranks, sharded
 
 KEY = jax.random.key(11)
 SHAPE = (12, 50)
@@ -48,9 +48,11 @@ def how_of(name):
     return None if name == "majority" else name.split()[0]
 
 
+by_xla = functools.partial(cgx_jax.psum_compressed, axis_name="data", exchange="xla")
+
+
 def psum(name, x, axis="data", **options):
-    options |= {"exchange": "xla", "reduction": how_of(name)}
-    return cgx_jax.psum_compressed(x, axis, WAYS[name], **options)
+    return by_xla(x, axis_name=axis, compressor=WAYS[name], reduction=how_of(name), **options)
 
 
 def within(name, got, x, divisor=1):
@@ -149,9 +151,7 @@ def derivatives(name, mesh):
         gradient = jax.grad(lambda w: jnp.vdot(weights, f(w[0])))(v)
         return gradient, jax.jvp(lambda w: f(w[0]), (v,), (u,))[1]
 
-    specs = P("data"), P("data")
-    mapped = jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=(P("data"), P()))
-    return jax.jit(mapped)(x, t)
+    return sharded(both, mesh, P("data"), (P("data"), P()))(x, t)
 
 
 def sent_in(text, world):
@@ -176,9 +176,7 @@ def test_the_stated_bytes_are_those_of_the_program(name, mesh):
     if LOSSY[name.rpartition(", ")[0]].stateful:
         compressor = Stateless() if how == "sum_rounds" else Steps()
     x = normal(8, 24, 700)
-    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v, "data", compressor, key=KEY, exchange="xla", reduction=how
-    )
+    call = functools.partial(by_xla, compressor=compressor, key=KEY, reduction=how)
     text = summed_by(call, mesh).lower(x).compile().as_text()
     leaf = CodedLeaf(compressor, (24, 700), np.dtype(np.float32), 0)
     stated = named("test", how).bytes_sent((leaf,), 8)
@@ -222,9 +220,7 @@ def test_partial_sums_of_three_ranks_under_vmap_are_those_of_devices(name):
 def test_partial_sums_are_rounded_with_noise_of_their_own(name, rounding):
     """If hops or levels shared their noise, their errors would add up."""
     x, code = normal(4, 64, 512), Quantize(4, 512, rounding)
-    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-        v, "data", code, key=KEY, exchange="xla", reduction=name
-    )
+    call = functools.partial(by_xla, compressor=code, key=KEY, reduction=name)
     off = np.asarray(summed_by(call, ranks(4))(x)) - np.asarray(x, np.float64).sum(0)
     alone = np.asarray(code.approximate(x[0], key=KEY)) - x[0]
     # A sum of k ranks is sqrt(k) times as large, and encoding it loses sqrt(k) times as much.
@@ -238,9 +234,7 @@ def test_the_sum_of_whole_payloads_errs_less_than_that_of_chunks():
     exact = x.sum(0)
     lost = {}
     for how in ("scatter_gather", "gather_sum"):
-        call = lambda v, h=how: cgx_jax.psum_compressed(  # noqa: E731
-            v, "data", Quantize(4), exchange="xla", reduction=h
-        )
+        call = functools.partial(by_xla, compressor=Quantize(4), reduction=how)
         lost[how] = np.linalg.norm(np.asarray(summed_by(call, ranks(2))(x)) - exact)
     assert lost["gather_sum"] < 0.9 * lost["scatter_gather"]
 
@@ -342,7 +336,7 @@ class OwnZeros(Stateless):
 
 
 def test_a_total_that_is_not_typed_alike_is_refused_with_the_remedy(mesh):
-    f = lambda v: cgx_jax.psum_compressed(v, "data", OwnZeros(), exchange="xla")  # noqa: E731
+    f = functools.partial(by_xla, compressor=OwnZeros())
     with pytest.raises(ValueError, match=r"psum_compressed: .* over axis 'data'.*zeros_like"):
         jax.eval_shape(summed_by(f, mesh), normal(8, *SHAPE))
     summed_by(f, mesh, check_vma=False)(normal(8, *SHAPE))
@@ -361,65 +355,47 @@ def test_a_reduction_of_ones_own(mesh):
     x = normal(8, *SHAPE)
 
     def call(how, code=Steps()):  # noqa: B008
-        f = lambda v: cgx_jax.psum_compressed(  # noqa: E731
-            v, "data", code, exchange="xla", reduction=how
-        )
+        f = functools.partial(by_xla, compressor=code, reduction=how)
         return summed_by(f, mesh)(x)
 
     np.testing.assert_array_equal(call(Reversed()), call("gather_sum"))
-    with pytest.raises(
-        ValueError, match=r"psum_compressed: reduction='reversed' does not suit .*cannot be sent"
-    ):
+    says = r"psum_compressed: reduction='reversed' does not suit .*cannot be sent"
+    with pytest.raises(ValueError, match=says):
         call(Reversed(), Vote())
 
 
 WRONG = {
     "a chunked reduction of a sparse code": (
-        {"compressor": Largest(), "reduction": "scatter_gather"},
-        ValueError,
-        r"'scatter_gather' does not suit Largest.*: it allows gather_sum",
+        {"compressor": Largest(), "reduction": "scatter_gather"}, ValueError,
+        r"'scatter_gather' does not suit Largest.*: it allows gather_sum"
     ),
     "rounds of a code of bytes": (
-        {"compressor": Quantize(4), "reduction": "sum_rounds"},
-        ValueError,
-        r"'sum_rounds' does not suit Quantize.* it allows scatter_gather, gather_sum",
+        {"compressor": Quantize(4), "reduction": "sum_rounds"}, ValueError,
+        r"'sum_rounds' does not suit Quantize.* it allows scatter_gather, gather_sum"
     ),
     "an unknown name": (
-        {"compressor": Quantize(4), "reduction": "butterfly"},
-        ValueError,
-        r"reduction='butterfly' is unknown; use one of \['scatter_gather', 'gather_sum', 'ring', ",
+        {"compressor": Quantize(4), "reduction": "butterfly"}, ValueError,
+        r"reduction='butterfly' is unknown; use one of \['scatter_gather', 'gather_sum', 'ring', "
     ),
     "partial sums of votes": (
-        {"compressor": Vote(), "reduction": "tree"},
-        ValueError,
-        r"'tree' does not suit Vote.*: it needs the same weight for every rank",
+        {"compressor": Vote(), "reduction": "tree"}, ValueError,
+        r"'tree' does not suit Vote.*: it needs the same weight for every rank"
     ),
     "pairs over an exchange without": (
-        {"compressor": Quantize(4), "exchange": Mpi(), "reduction": "ring"},
-        ValueError,
-        r"exchange='mpi' lacks 'permute', which the reduction 'ring' needs; .*xla",
+        {"compressor": Quantize(4), "exchange": Mpi(), "reduction": "ring"}, ValueError,
+        r"exchange='mpi' lacks 'permute', which the reduction 'ring' needs; .*xla"
     ),
-    "no reduction": (
-        {"compressor": Quantize(4), "reduction": 3},
-        TypeError,
-        r"reduction=3 is not a reduction; pass one of",
-    ),
-    "no exchange": (
-        {"compressor": Quantize(4), "exchange": 3},
-        TypeError,
-        r"exchange=3 is not an exchange; pass one of .* cgx_jax.exchanges.Mpi",
-    ),
-    "an exchange that is not here": (
-        {"compressor": Quantize(4), "exchange": "mpi"},
-        ValueError,
-        r"exchange='mpi' does not work here",
-    ),
+    "no reduction": ({"compressor": Quantize(4), "reduction": 3}, TypeError,
+                     r"reduction=3 is not a reduction; pass one of"),
+    "no exchange": ({"compressor": Quantize(4), "exchange": 3}, TypeError,
+                    r"exchange=3 is not an exchange; pass one of .* cgx_jax.exchanges.Mpi"),
+    "an exchange that is not here": ({"compressor": Quantize(4), "exchange": "mpi"}, ValueError,
+                                     r"exchange='mpi' does not work here"),
     "sums over an exchange of bytes": (
-        {"compressor": Stateless(), "exchange": Mpi()},
-        ValueError,
-        r"exchange='mpi' lacks 'sum', which the reduction 'sum_rounds' needs; .*xla",
+        {"compressor": Stateless(), "exchange": Mpi()}, ValueError,
+        r"exchange='mpi' lacks 'sum', which the reduction 'sum_rounds' needs; .*xla"
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -444,8 +420,6 @@ def test_state_is_of_whole_leaves_where_chunks_are_encoded(mesh):
         _, state = tx.update(first[0], tx.init(first[0]))
         return tx.update(second[0], state)[0]
 
-    f = jax.shard_map(
-        steps, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P(), check_vma=False
-    )
+    f = sharded(steps, mesh, (P("data"), P("data")), check_vma=False)
     change = (x[1] - x[0]).mean(0)
-    np.testing.assert_allclose(jax.jit(f)(*x), change, atol=2 * ChunkedDifference().step)
+    np.testing.assert_allclose(f(*x), change, atol=2 * ChunkedDifference().step)

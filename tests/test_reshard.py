@@ -15,6 +15,7 @@ from cgx_jax import Plan, Quantize, Rule, Rules
 from cgx_jax.compressors import Identity
 from cgx_jax.policies import Stages
 from hlo import collectives
+from worlds import sharded
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
@@ -144,15 +145,14 @@ def test_bits_are_those_of_the_calls_inside_shard_map(two):
     code, key = Quantize(4, rounding="stochastic", rotation=True), jax.random.key(3)
     own = jax.random.key_data(jax.random.fold_in(key, 0))
     tree = {"a": gradient()[0], "b": {"kernel": gradient(shape=(40, 128))[0]}}
-    inside = jax.shard_map(
-        lambda t, own: cgx_jax.psum_compressed(
-            t, "data", code, key=jax.random.wrap_key_data(own), **HOW
-        ),
-        in_specs=(P(unreduced=D), P()),
-        out_specs=P(),
-    )
+
+    def summed(t, own):
+        key = jax.random.wrap_key_data(own)
+        return cgx_jax.psum_compressed(t, "data", code, key=key, **HOW)
+
     got = jax.jit(lambda t: cgx_jax.reshard(t, P(), code, key=key, **HOW))(tree)
-    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(inside)(tree, own))
+    inside = sharded(summed, None, (P(unreduced=D), P()))
+    jax.tree.map(np.testing.assert_array_equal, got, inside(tree, own))
 
 
 def test_leaves_of_several_kinds_travel_in_one_call(two):
@@ -238,11 +238,7 @@ def test_gradients_at_reduced_parameters(two):
         return cgx_jax.reshard(grads, P(), Q8, **HOW)
 
     kinds = jax.eval_shape(lambda p: cgx_jax.reduced(p, "data", Q8), params)
-    assert {k: bool(x.sharding.spec.reduced) for k, x in kinds.items()} == {
-        "w": True,
-        "v": True,
-        "b": False,
-    }
+    assert {k for k, x in kinds.items() if x.sharding.spec.reduced} == {"w", "v"}
     for k, got in f(params, x).items():
         np.testing.assert_allclose(got, exact[k], atol=0.02 * np.abs(exact[k]).max(), err_msg=k)
 
@@ -371,25 +367,21 @@ def test_units_of_shards_follow_from_whole_rows_and_columns(two):
     """The same moments whether a leaf is whole, or cut by rows, by columns, or by both axes."""
     shape, moments = (64, 96), []
     values = [normal(10 + t, 8, *shape) * np.linspace(0.1, 3, 96) for t in range(3)]
-    lossy = cgx_jax.sync_gradients(
-        "data", Quantize(8, bucket_size=32), precondition=cgx_jax.SecondMoment(), **HOW
-    )
+    how = {"precondition": cgx_jax.SecondMoment(), **HOW}
+    lossy = cgx_jax.sync_gradients("data", Quantize(8, bucket_size=32), **how)
     for spec in (P(), P("model"), P(None, "model")):
         specs = {"w": spec, "b": P(*spec[:1])}  # the bias is exact
         zeros = {"w": np.zeros(shape, np.float32), "b": np.zeros(shape[:1], np.float32)}
-        state = lossy.init(
-            {k: jax.device_put(x, NamedSharding(two, specs[k])) for k, x in zeros.items()}
-        )
+        state = lossy.init({k: jax.device_put(x, specs[k]) for k, x in zeros.items()})
         for x in values:
             own = {"w": x.astype(np.float32), "b": x.sum(2).astype(np.float32)}
             own = {k: unreduced(g, P(unreduced=D)) for k, g in own.items()}
             own = {k: jax.reshard(g, P(*specs[k], unreduced={"data"})) for k, g in own.items()}
             _, state = jax.jit(lossy.update)(own, state)
         moments.append(state.moments)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=1e-5)  # noqa: E731
     for other in moments[1:]:
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=1e-5), other, moments[0]
-        )
+        jax.tree.map(close, other, moments[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -416,9 +408,11 @@ def test_scatter_gradients_outside_of_shard_map(two, kind):
     assert {c.dtype for c in sent if c.nbytes > 1024} == {"u8"}
 
 
-def test_a_memory_is_sharded_as_its_parameter(two):
+@pytest.mark.parametrize("rows", [None, "data"], ids=["sync_gradients", "scatter_gradients"])
+def test_a_memory_is_sharded_as_its_parameter(two, rows):
     params = {"w": jax.device_put(normal(1, 64, 64), NamedSharding(two, P(None, "model")))}
-    tx = cgx_jax.sync_gradients("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW)
+    make = cgx_jax.scatter_gradients if rows else cgx_jax.sync_gradients
+    tx = make("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW)
     state = tx.init(params)
     assert jax.typeof(state.memory[0]["w"]).sharding.spec == P("data", None, "model")
     x = jax.device_put(normal(0, 16, 64), NamedSharding(two, P("data")))
@@ -429,24 +423,12 @@ def test_a_memory_is_sharded_as_its_parameter(two):
         return tx.update(jax.grad(loss)(cgx_jax.reduced(params, "data", Q8), x), state)
 
     got, state = f(params, state, x)
-    assert jax.typeof(got["w"]).sharding.spec == P(None, "model")
+    assert jax.typeof(got["w"]).sharding.spec == P(rows, "model")
     assert jax.typeof(state.memory[0]["w"]).sharding.spec == P("data", None, "model")
     exact = jax.jit(jax.grad(loss))(params, x)["w"]
     # What the ranks sent and remember together is what they had.
     owed = np.asarray(state.memory[0]["w"]).mean(0)
     np.testing.assert_allclose(np.asarray(got["w"]) + owed, exact, atol=1e-5)
-
-
-def test_a_memory_of_scatter_gradients_is_sharded_as_its_parameter(two):
-    params = {"w": jax.device_put(normal(1, 64, 64), NamedSharding(two, P(None, "model")))}
-    tx = cgx_jax.scatter_gradients("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW)
-    state = tx.init(params)
-    assert jax.typeof(state.memory[0]["w"]).sharding.spec == P("data", None, "model")
-    x = jax.device_put(normal(0, 16, 64), NamedSharding(two, P("data")))
-    loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731
-    f = lambda p, s, x: tx.update(jax.grad(loss)(cgx_jax.reduced(p, "data", Q8), x), s)  # noqa: E731
-    got, _ = jax.jit(f)(params, state, x)
-    assert jax.typeof(got["w"]).sharding.spec == P("data", "model")
 
 
 def auto_mesh():
@@ -481,49 +463,31 @@ def everywhere(state):
 
 
 WRONG = {
-    "auto": (
-        on_auto,
-        r"reshard: the operand is on a mesh whose axis 'data' is Auto.*value_and_grad",
-    ),
-    "manual": (
-        inside_shard_map,
-        "reshard: the operand is on a mesh whose axis 'data' is Manual.*shard_map",
-    ),
-    "plan": (
-        lambda: cgx_jax.reshard(jnp.ones((8, 8)), P(), Plan.build(np.ones((8, 9)), Q8)),
-        "reshard: leaf 0 is .*but the plan has",
-    ),
+    "auto": (on_auto,
+             r"reshard: the operand is on a mesh whose axis 'data' is Auto.*value_and_grad"),
+    "manual": (inside_shard_map,
+               "reshard: the operand is on a mesh whose axis 'data' is Manual.*shard_map"),
+    "plan": (lambda: cgx_jax.reshard(jnp.ones((8, 8)), P(), Plan.build(np.ones((8, 9)), Q8)),
+             "reshard: leaf 0 is .*but the plan has"),
     "no spec": (lambda: cgx_jax.reshard(jnp.ones(3), "data"), "reshard: the sharding at the root"),
-    "no prefix": (
-        lambda: cgx_jax.reshard({"a": jnp.ones(3)}, {"b": P()}),
-        "reshard: shardings are no prefix of the tree",
-    ),
-    "backward": (
-        lambda: cgx_jax.reshard(start(P("data"))[0], P(), Q8, backward=Q8),
-        "reshard: backward=.*is for leaves that become reduced",
-    ),
-    "key": (
-        lambda: cgx_jax.reshard(gradient()[0], P(), Quantize(4, rounding="stochastic")),
-        "reshard: .*needs a key|reshard: .*key",
-    ),
-    "sharded": (
-        split_over_the_axis,
-        r"reduced: the operand is P\('data', None\), but must be replicated",
-    ),
-    "axis": (
-        lambda: cgx_jax.reduced(start(P())[0], "batch", Q8),
-        "reduced: the operand: axis 'batch' is not an axis of its mesh",
-    ),
-    "reduced already": (
-        lambda: sync_of(P()),
-        r"sync_gradients: leaf 'w' is reduced already.*cgx_jax.reduced\(params",
-    ),
+    "no prefix": (lambda: cgx_jax.reshard({"a": jnp.ones(3)}, {"b": P()}),
+                  "reshard: shardings are no prefix of the tree"),
+    "backward": (lambda: cgx_jax.reshard(start(P("data"))[0], P(), Q8, backward=Q8),
+                 "reshard: backward=.*is for leaves that become reduced"),
+    "key": (lambda: cgx_jax.reshard(gradient()[0], P(), Quantize(4, rounding="stochastic")),
+            "reshard: .*needs a key|reshard: .*key"),
+    "sharded": (split_over_the_axis,
+                r"reduced: the operand is P\('data', None\), but must be replicated"),
+    "axis": (lambda: cgx_jax.reduced(start(P())[0], "batch", Q8),
+             "reduced: the operand: axis 'batch' is not an axis of its mesh"),
+    "reduced already": (lambda: sync_of(P()),
+                        r"sync_gradients: leaf 'w' is reduced already.*cgx_jax.reduced\(params"),
     "sharded gradient": (lambda: sync_of(P("data")), "sync_gradients.*'w'.*must be unreduced"),
     "replicated memory": (
         lambda: sync_of(P(unreduced=D), everywhere, memory=cgx_jax.ErrorFeedback()),
         "sync_gradients: an array of the state with a row for each rank is .*state_shardings",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", [Identity(), Rules([Rule(Identity(), path="w")], Q8)])
@@ -541,6 +505,22 @@ def test_what_cannot_be_known_is_refused(two, case):
         call()
 
 
+def test_zeros_of_frozen_parameters_need_not_be_unreduced(two):
+    tx = cgx_jax.sync_gradients("data", Rules((), Q8, exact=()), **HOW)
+    w = jax.device_put(normal(1, 64, 64), NamedSharding(two, P()))
+    x = jax.device_put(normal(0, 16, 64), NamedSharding(two, P("data")))
+
+    @jax.jit
+    def means(w, x):
+        own = cgx_jax.reduced(w, "data", Q8)
+        grads = {"w": jax.grad(lambda w: jnp.mean((x @ w) ** 2))(own), "f": jnp.zeros_like(w)}
+        return tx.update(grads, tx.init({"w": w, "f": w}))[0]
+
+    got = means(w, x)
+    assert not np.any(got["f"])
+    np.testing.assert_allclose(got["w"], jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), atol=5e-3)
+
+
 REGULARIZERS = {
     "abs": lambda w: jnp.abs(w).sum(),
     "squares": lambda w: (w * w).sum(),
@@ -552,8 +532,7 @@ OF_XLA = pytest.mark.xfail(strict=True, reason="XLA: each device counts the whol
 
 
 @pytest.mark.parametrize(
-    "term",
-    [pytest.param(k, marks=OF_XLA if k == "tanh" else ()) for k in REGULARIZERS],
+    "term", [pytest.param(k, marks=OF_XLA if k == "tanh" else ()) for k in REGULARIZERS]
 )
 def test_terms_in_which_a_weight_meets_no_data(two, term):
     w = jax.device_put(normal(1, 64, 64), NamedSharding(two, P()))
@@ -591,8 +570,8 @@ def test_a_term_without_data_at_the_parameters_themselves(two):
 def test_meshes_without_set_mesh_and_other_meshes():
     mesh = explicit(data=4, model=2)
     x = jax.device_put(normal(1, 64, 64), NamedSharding(mesh, P("data")))
-    tree, at = {"w": x, "b": jax.device_put(np.ones(8), NamedSharding(mesh, P()))}, None
     at = NamedSharding(mesh, P())
+    tree = {"w": x, "b": jax.device_put(np.ones(8), at)}
     got = cgx_jax.reshard(tree, at, Identity(), **HOW)
     np.testing.assert_array_equal(got["w"], x)
     moved = cgx_jax.reshard(x, NamedSharding(mesh, P(None, "data")), Q8)

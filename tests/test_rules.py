@@ -28,18 +28,8 @@ TREE = {
     "half": np.zeros((64, 64), jnp.bfloat16),
     "count": np.zeros((64, 64), np.int32),
 }
-LEAVES = [
-    "bn1/stacked",
-    "count",
-    "embed/table",
-    "half",
-    "layers/0/bias",
-    "layers/0/kernel",
-    "layers/0/norm/scale",
-    "layers/1/bias",
-    "layers/1/kernel",
-    "layers/1/norm/scale",
-]
+LEAVES = ["bn1/stacked", "count", "embed/table", "half"]
+LEAVES += [f"layers/{i}/{name}" for i in range(2) for name in ("bias", "kernel", "norm/scale")]
 
 
 def chosen(tree, policy):
@@ -182,10 +172,7 @@ def test_rules_work_on_optax_like_masks_of_the_tree():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        (
-            [Rule(Q2, path="kernal")],
-            r"path='kernal'\) applies to none of the 10 leaves: paths",
-        ),
+        ([Rule(Q2, path="kernal")], r"path='kernal'\) applies to none of the 10 leaves: paths"),
         ([Rule(Q8, path="kernel"), Rule(Q2, path="layers/0/kernel")], "earlier rules match all"),
     ],
 )

@@ -14,12 +14,14 @@ import cgx_jax
 from cgx_jax import Identity
 from cgx_jax.compressors import ShiftedLattice
 from hlo import before, computations
+from worlds import sharded
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 WORLD, WIDTH = 8, 64
 KEY = jax.random.key(0)
 EXACT = {"weights": Identity(), "gradients": Identity()}
+SHARDS = dict.fromkeys(("kernel", "bias"), P(None, "data"))
 
 
 def layers(count):
@@ -32,13 +34,9 @@ def body(x, layer):
     return x + jnp.tanh(x @ layer["kernel"] + layer["bias"])
 
 
-def on_ranks(f, mesh, *, check_vma=True):
+def on_ranks(f, mesh, **options):
     """Applies `f` to each rank's examples and to its part of all layers."""
-    shards = P(None, "data")
-    specs = {"kernel": shards, "bias": shards}
-    return jax.shard_map(
-        f, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs), check_vma=check_vma
-    )
+    return sharded(f, mesh, (P("data"), SHARDS), (P(), SHARDS), **options)
 
 
 def trained(mesh, options, **more):
@@ -49,7 +47,7 @@ def trained(mesh, options, **more):
         value, grads = jax.value_and_grad(loss, argnums=1)(x, shards)
         return lax.psum(value, "data"), grads
 
-    return jax.jit(on_ranks(of_rank, mesh, **more))
+    return on_ranks(of_rank, mesh, **more)
 
 
 def whole_loss(x, stack):
@@ -77,7 +75,7 @@ def test_without_compression_it_is_the_whole_model(count, check_vma, mesh):
 @pytest.mark.quick("1-True-True", "4-True-True", "4-False-False")
 def test_what_the_body_closes_over_is_differentiated(count, check_vma, jit, mesh):
     """Values that differ between ranks, and one that all ranks hold, by way of another."""
-    stack, shards = layers(count), P(None, "data")
+    stack = layers(count)
 
     def loss(run, x, own, scale, stack):
         steps, double = jnp.arange(len(x)), 2 * scale
@@ -99,7 +97,7 @@ def test_what_the_body_closes_over_is_differentiated(count, check_vma, jit, mesh
             x = body(x, jax.tree.map(lambda leaf: leaf[i], stack))  # noqa: B023
         return x
 
-    specs = (P("data"), P("data"), P(), {"kernel": shards, "bias": shards})
+    specs = (P("data"), P("data"), P(), SHARDS)
     f = jax.shard_map(of_rank, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=check_vma)
     given = EXAMPLES, EXAMPLES[::-1] / 8, jnp.linspace(0.2, 0.4, WIDTH), stack
     got = (jax.jit(f) if jit else f)(*given)
@@ -130,12 +128,10 @@ def test_the_body_may_close_over_masks_and_keys_wherever_it_is(around, check_vma
 
     ours = lambda b, x, s: cgx_jax.scan_layers(b, x, s, "data", exchange="xla", **EXACT)  # noqa: E731
     plain = lambda b, x, s: lax.scan(lambda x, w: (b(x, w), None), x, s)[0]  # noqa: E731
-    shards = dict.fromkeys(("kernel", "bias"), P(None, "data"))
-    specs = P(), P(), P(), shards
     f = functools.partial(gradient, ours)
-    f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=shards, check_vma=check_vma)
+    f = sharded(f, mesh, (P(), P(), P(), SHARDS), SHARDS, check_vma=check_vma)
     given = EXAMPLES, jnp.arange(len(EXAMPLES)) % 3 > 0, jax.random.key(5), layers(3)
-    got, want = jax.jit(f)(*given), jax.jit(functools.partial(gradient, plain))(*given)
+    got, want = f(*given), jax.jit(functools.partial(gradient, plain))(*given)
     for name, sums in got.items():  # over ranks with the same examples
         np.testing.assert_allclose(sums, mesh.size * want[name], rtol=1e-4, atol=1e-3)
 
@@ -148,27 +144,17 @@ def test_both_passes_see_the_same_rounded_weights(mesh):
     loss, grads = trained(mesh, options)(EXAMPLES, stack)
 
     def gathered(x, shards):
-        rounded = [
-            cgx_jax.all_gather_compressed(
-                jax.tree.map(lambda leaf: leaf[i], shards),  # noqa: B023
-                "data",
-                c,
-                tiled=True,
-                key=jax.random.fold_in(KEY, i),
-                exchange="xla",
-            )
-            for i in range(3)
-        ]
+        rounded = []
+        for i in range(3):
+            own = jax.tree.map(lambda leaf, i=i: leaf[i], shards)
+            how = {"tiled": True, "key": jax.random.fold_in(KEY, i), "exchange": "xla"}
+            rounded.append(cgx_jax.all_gather_compressed(own, "data", c, **how))
         whole = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rounded)
-        mine = jax.tree.map(
-            lambda leaf: lax.dynamic_slice_in_dim(
-                leaf, lax.axis_index("data") * (WIDTH // WORLD), WIDTH // WORLD, 1
-            ),
-            whole,
-        )
+        at, width = lax.axis_index("data") * (WIDTH // WORLD), WIDTH // WORLD
+        mine = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, at, width, 1), whole)
         return lax.psum(x.sum(), "data"), mine
 
-    rounded = jax.jit(on_ranks(gathered, mesh))(EXAMPLES, stack)[1]
+    rounded = on_ranks(gathered, mesh)(EXAMPLES, stack)[1]
     assert np.abs(rounded["kernel"] - stack["kernel"]).max() > 1e-3
     want, wanted = jax.jit(jax.value_and_grad(whole_loss, argnums=1))(EXAMPLES, rounded)
     np.testing.assert_allclose(loss, want, rtol=1e-4)
@@ -180,24 +166,16 @@ def test_shards_that_do_not_vary_have_the_sum_of_the_ranks_gradients(mesh):
 
     def gradient(x, shards, varying):
         def loss(shards):
-            return (
-                cgx_jax.scan_layers(body, x, shards, "data", exchange="xla", **EXACT) ** 2
-            ).sum()
+            out = cgx_jax.scan_layers(body, x, shards, "data", exchange="xla", **EXACT)
+            return (out**2).sum()
 
         if not varying:
             return jax.grad(loss)(shards)
         return lax.psum(jax.grad(loss)(lax.pcast(shards, "data", to="varying")), "data")
 
     got, want = (
-        jax.jit(
-            jax.shard_map(
-                lambda x, s, varying=varying: gradient(x, s, varying),
-                mesh=mesh,
-                in_specs=(P("data"), P()),
-                out_specs=P(),
-            )
-        )(EXAMPLES, shards)
-        for varying in (False, True)
+        sharded(functools.partial(gradient, varying=v), mesh, (P("data"), P()))(EXAMPLES, shards)
+        for v in (False, True)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
@@ -222,40 +200,23 @@ def test_in_compiled_loops_weights_and_gradients_travel_beside_the_computation(m
     assert sorted(loops) == [["all-gather"], ["all-gather", "all-to-all"]]
 
 
-@pytest.mark.parametrize(
-    ("stack", "message"),
-    [
-        (
-            {"a": jnp.zeros((3, 8)), "b": jnp.zeros((2, 8))},
-            r"leading dimensions \[\(2,\), \(3,\)\]",
-        ),
-        ({"a": jnp.zeros((0, 8))}, r"leading dimensions \[\(0,\)\]"),
-    ],
-)
-def test_stacks_that_are_none_are_refused(stack, message, mesh):
-    f = lambda x, s: cgx_jax.scan_layers(body, x, s, "data", key=KEY)  # noqa: E731
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(None, "data")), out_specs=P("data")),
-            EXAMPLES,
-            stack,
-        )
+def paired(x, layer):
+    return body(x, layer), None
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (lambda x, w: (body(x, w), None), r"body returns .* in PyTreeDef\(\(\*, None\)\), "),
-        (lambda x, w: body(x, w).astype(jnp.float16), r"body returns float16\[2, \d+\]"),
-        (lambda x, w: body(x, w)[:1], r"body returns float32\[1, "),
-    ],
-)
-def test_a_body_that_returns_no_next_input_is_refused(other, message, mesh):
+UNEVEN = {"a": jnp.zeros((3, 8)), "b": jnp.zeros((2, 8))}
+WRONG = [  # what is said of a body and a stack of layers
+    (r".*leading dimensions \[\(2,\), \(3,\)\]", ValueError, body, UNEVEN),
+    (r".*leading dimensions \[\(0,\)\]", ValueError, body, {"a": jnp.zeros((0, 8))}),
+    (r"body returns .* in PyTreeDef\(\(\*, None\)\), ", TypeError, paired, None),
+    (r"body returns float16\[2, \d+\]", TypeError, lambda *a: body(*a).astype(jnp.float16), None),
+    (r"body returns float32\[1, ", TypeError, lambda *a: body(*a)[:1], None),
+]
+
+
+@pytest.mark.parametrize(("message", "error", "other", "stack"), WRONG)
+def test_what_is_no_stack_or_returns_no_next_input_is_refused(message, error, other, stack, mesh):
     f = lambda x, s: cgx_jax.scan_layers(other, x, s, "data", key=KEY)  # noqa: E731
-    shards = {name: P(None, "data") for name in layers(2)}
-    with pytest.raises(TypeError, match=f"^scan_layers: {message}"):
-        jax.eval_shape(
-            jax.shard_map(f, mesh=mesh, in_specs=(P("data"), shards), out_specs=P("data")),
-            EXAMPLES,
-            layers(2),
-        )
+    f = sharded(f, mesh, (P("data"), P(None, "data")), P("data"))
+    with pytest.raises(error, match=f"^scan_layers: {message}"):
+        jax.eval_shape(f, EXAMPLES, stack or layers(2))

@@ -15,7 +15,7 @@ from cgx_jax.policies import Stages
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import squares_of
 from hlo import before, entry_of, named
-from worlds import RANKS, first, normal, placed, ranks, stepper
+from worlds import RANKS, first, normal, placed, ranks, sharded, stepper
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
@@ -249,9 +249,7 @@ def test_shards_inside_and_whole_leaves_outside_begin_alike(cut):
     tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment(), dimensions=cut)
     outside = tx.init(zeros())
     specs = cgx_jax.state_specs(outside, "data")
-    inside = jax.jit(jax.shard_map(tx.init, mesh=MESH, in_specs=(specs_of(cut),), out_specs=specs))(
-        zeros()
-    )
+    inside = sharded(tx.init, MESH, (specs_of(cut),), specs)(zeros())
     assert jax.tree.map(jnp.shape, inside) == jax.tree.map(jnp.shape, outside)
     assert inside.memory[0]["kernel"].sharding.spec == P("data")
     assert outside.memory[0]["kernel"].shape == (WORLD, 24, 60)
@@ -279,16 +277,12 @@ def test_momentum_on_shards_is_momentum_on_the_whole():
     specs = jax.tree.map(place, state)
 
     def of_rank(g, s, p):
-        updates, s = tx.update(jax.tree.map(lambda x: x[0], g), s, p)
+        updates, s = tx.update(first(g), s, p)
         return optax.apply_updates(p, updates), s
 
-    f = jax.shard_map(
-        of_rank, mesh=MESH, in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs)
-    )
-    shards = jax.tree.map(
-        lambda x: jax.device_put(x, NamedSharding(MESH, place(x))), (state, params)
-    )
-    step = jax.jit(f)
+    step = sharded(of_rank, MESH, (RANKS, specs, RANKS), (RANKS, specs))
+    at = lambda x: jax.device_put(x, NamedSharding(MESH, place(x)))  # noqa: E731
+    shards = jax.tree.map(at, (state, params))
     for t in range(3):
         mean = jax.tree.map(lambda x, t=t: jnp.asarray(x[t].mean(0)), grads)
         updates, exact = whole.update(mean, exact, params)
@@ -298,25 +292,30 @@ def test_momentum_on_shards_is_momentum_on_the_whole():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), own, params)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: scatter(SignSGD(), memory=ErrorFeedback()), "SignSGD.* would grow without bound"),
-        (lambda: scatter(SharedTernGrad()), "SharedTernGrad.* sends numbers that the ranks sum"),
-    ],
-)
+FED = {"memory": ErrorFeedback()}
+WRONG = [
+    (lambda: run(scatter(SignSGD(), **FED), gradients(1)), "SignSGD.* would grow without bound"),
+    (lambda: run(scatter(SharedTernGrad()), gradients(1)),
+     "SharedTernGrad.* sends numbers that the ranks sum"),
+    (lambda: optax.apply_if_finite(scatter(Q3), 5).init(zeros()),
+     r"optax.apply_if_finite .*lax.pmin"),
+    (lambda: run(scatter(Q3, **FED), gradients(1), scatter(Q3).init(zeros())),
+     "the state holds 0 arrays per leaf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG)
 def test_what_cannot_work_is_refused(make, message):
     with pytest.raises(ValueError, match=rf"^scatter_gradients: .*{message}"):
-        run(make(), gradients(1))
+        make()
 
 
-@pytest.mark.parametrize("options", [{"memory": ErrorFeedback()}, {"precondition": SecondMoment()}])
+@pytest.mark.parametrize("options", [FED, {"precondition": SecondMoment()}])
 def test_a_state_made_of_shards_for_whole_leaves_is_refused(options):
     tx = scatter(Q3, **options)
     shards = {n: np.zeros((s[0] // WORLD, *s[1:]), np.float32) for n, s in SHAPES.items()}
-    with pytest.raises(
-        ValueError, match=r"^scatter_gradients: the state .*made for .*shape.* Give "
-    ):
+    says = r"^scatter_gradients: the state .*made for .*shape.* Give "
+    with pytest.raises(ValueError, match=says):
         run(tx, gradients(1), tx.init(shards))
 
 
@@ -342,15 +341,3 @@ def test_a_tree_without_leaves_comes_back():
     tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment())
     state = tx.init({})
     assert stepper(tx, MESH, state)({}, state)[1].step == 1
-
-
-def test_a_wrapper_that_skips_on_one_rank_is_refused():
-    tx = optax.apply_if_finite(scatter(Q3), 5)
-    with pytest.raises(ValueError, match=r"^scatter_gradients: optax.apply_if_finite .*lax.pmin"):
-        tx.init(zeros())
-
-
-def test_a_state_of_other_options_is_refused():
-    state = scatter(Q3).init(zeros())
-    with pytest.raises(ValueError, match=r"^scatter_gradients: the state holds 0 arrays per leaf"):
-        run(scatter(Q3, memory=ErrorFeedback()), gradients(1), state)

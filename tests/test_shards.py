@@ -10,7 +10,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
 import pytest
 from jax import lax
@@ -27,25 +26,23 @@ from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.policies import Policy
 from profiles import profile
-from worlds import assert_same_bits, normal, on_ranks, ranks
+from worlds import assert_same_bits, needs_streams, normal, on_ranks, ranks, sharded
 
 WORLD = 8
 KEY = jax.random.key(3)
 Q4 = Quantize(4)
 STOCHASTIC = Quantize(3, 64, rounding="stochastic")
-HALVES = {
-    "scatter": cgx_jax.psum_scatter_compressed,
-    "gather": cgx_jax.all_gather_compressed,
-}
-# Older versions of JAX cannot call on a stream of the GPU.
-needs_streams = pytest.mark.skipif(
-    jaxlib.version.__version_info__ < (0, 11), reason="fused calls on CUDA need jaxlib 0.11"
-)
+HALVES = {"scatter": cgx_jax.psum_scatter_compressed, "gather": cgx_jax.all_gather_compressed}
 
 
 def targets(f, *args):
     """Returns the names of the fused calls in the trace of `f`."""
     return re.findall(r"cgx_\w+_nccl", str(jax.make_jaxpr(f)(*args)))
+
+
+def ranked(half, mesh, compressor=None, **options):
+    """Returns a half of each rank's operand, compiled."""
+    return on_ranks(lambda v: HALVES[half](v, "data", compressor, **options), mesh)
 
 
 @pytest.fixture
@@ -94,16 +91,10 @@ def test_a_fused_call_is_handed_what_gives_the_bytes_of_xla(
     x = normal(WORLD, 3, 2 * WORLD if tiled else len(groups[0]) if groups else WORLD, 37)
     options = {"key": KEY, "tiled": tiled, "axis_index_groups": groups}
     place = {"scatter": {"scatter_dimension": 1}, "gather": {"axis": 1}}[half]
-    by = {
-        exchange: on_ranks(
-            lambda v, e=exchange: HALVES[half](
-                v, "data", compressor, exchange=e, **options, **place
-            ),
-            mesh,
-        )(x)
-        for exchange in ("xla", "nccl")
-    }
-    assert np.asarray(by["nccl"]).tobytes() == np.asarray(by["xla"]).tobytes()
+    ours, theirs = (
+        ranked(half, mesh, compressor, exchange=e, **options, **place)(x) for e in ("nccl", "xla")
+    )
+    assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
 @pytest.mark.parametrize("policy", [Q4, STOCHASTIC], ids=str)
@@ -124,7 +115,7 @@ def test_a_mean_by_a_fused_call_is_that_of_xla(policy, mesh, stand_ins):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_fused_call_is_one_operation_and_typed_as_its_namesake(half, check_vma, mesh_2d, built):
     namesake = {"scatter": lax.psum_scatter, "gather": lax.all_gather}[half]
-    x = jax.ShapeDtypeStruct((4, 4, 6, 100), jnp.bfloat16)
+    x, spec = jax.ShapeDtypeStruct((4, 4, 6, 100), jnp.bfloat16), P("data", None, "model")
     types = []
 
     def f(v, reduce):
@@ -136,14 +127,8 @@ def test_a_fused_call_is_one_operation_and_typed_as_its_namesake(half, check_vma
         lambda v: HALVES[half](v, "data", exchange="nccl"),
         lambda v: namesake(v, "data"),
     ):
-        one = jax.shard_map(
-            lambda v, r=reduce: f(v, r),
-            mesh=mesh_2d,
-            in_specs=P("data", None, "model"),
-            out_specs=P("data", None, "model"),
-            check_vma=check_vma,
-        )
-        found = targets(one, x)
+        one = functools.partial(f, reduce=reduce)
+        found = targets(sharded(one, mesh_2d, spec, spec, check_vma=check_vma), x)
         assert len(found) == (len(types) == 1)
     ours, theirs = types
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
@@ -158,7 +143,7 @@ def test_what_is_gathered_from_an_operand_that_does_not_vary_varies(mesh, built)
         types.append(jax.typeof(cgx_jax.all_gather_compressed(v, "data", exchange="nccl")))
         return v
 
-    jax.make_jaxpr(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P()))(normal(64))
+    jax.make_jaxpr(sharded(f, mesh, P()))(normal(64))
     assert types[0].shape == (WORLD, 64)
     assert types[0].mat.varying == {"data"}
 
@@ -204,31 +189,8 @@ def test_payload_memory_is_what_the_handlers_ask_for(size, world, rows, expected
 @needs_streams
 @pytest.mark.parametrize("half", HALVES)
 def test_a_fused_call_is_refused_on_a_cpu(half, mesh, built):
-    f = on_ranks(lambda v: HALVES[half](v, "data", exchange="nccl"), mesh)
     with pytest.raises(ValueError, match=rf"{half}.*exchange='nccl'.*CUDA.*compiled for cpu.*xla"):
-        f.lower(normal(WORLD, WORLD, 40))
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize(
-    ("exchange", "message"),
-    [
-        ("pigeon", r"exchange='pigeon' is unknown; use one of .*auto.*nccl.*xla"),
-        ("mpi", r"exchange='mpi' does not work here: .* but it must have 1"),
-    ],
-)
-def test_other_exchanges_are_refused_with_those_there_are(half, exchange, message, mesh):
-    f = on_ranks(lambda v: HALVES[half](v, "data", exchange=exchange), mesh)
-    with pytest.raises(ValueError, match=rf"{half}_compressed: {message}"):
-        jax.make_jaxpr(f)(normal(WORLD, WORLD, 40))
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_without_cuda_kernels_nccl_is_refused_with_the_remedy(half, mesh, pretend):
-    pretend(cuda_kernels=None)
-    f = on_ranks(lambda v: HALVES[half](v, "data", exchange="nccl"), mesh)
-    with pytest.raises(ValueError, match=r"exchange='nccl' does not work here: .*put nvcc"):
-        jax.make_jaxpr(f)(normal(WORLD, WORLD, 40))
+        ranked(half, mesh, exchange="nccl").lower(normal(WORLD, WORLD, 40))
 
 
 class SumsAlone(Xla):
@@ -236,11 +198,21 @@ class SumsAlone(Xla):
     can = frozenset({"sum"})
 
 
+REFUSED = {
+    "pigeon": r"exchange='pigeon' is unknown; use one of .*auto.*nccl.*xla",
+    "mpi": r"exchange='mpi' does not work here: .* but it must have 1",
+    "nccl": r"exchange='nccl' does not work here: .*put nvcc",
+    SumsAlone(): r"exchange='sums' lacks '(scatter|gather)'",
+}
+
+
 @pytest.mark.parametrize("half", HALVES)
-def test_an_exchange_that_cannot_send_rows_is_refused(half, mesh):
-    f = on_ranks(lambda v: HALVES[half](v, "data", exchange=SumsAlone()), mesh)
-    with pytest.raises(ValueError, match=r"compressed: exchange='sums' lacks '(scatter|gather)'"):
-        jax.make_jaxpr(f)(normal(WORLD, WORLD, 40))
+@pytest.mark.parametrize("exchange", REFUSED, ids=str)
+@pytest.mark.every_combination
+def test_other_exchanges_are_refused_with_the_remedy(half, exchange, mesh, pretend):
+    pretend(cuda_kernels=None)
+    with pytest.raises(ValueError, match=rf"{half}_compressed: {REFUSED[exchange]}"):
+        jax.make_jaxpr(ranked(half, mesh, exchange=exchange))(normal(WORLD, WORLD, 40))
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -262,18 +234,16 @@ def profile_of(times):
 def test_auto_follows_the_profile(half, fastest, mesh, built, following, every_exchange):
     times = {"psum": 2.0, "xla": 2.0, "nccl": 2.0, "mpi": 0.1}
     following(profile_of(times | {fastest: 1.0}))
-    f = on_ranks(lambda v: HALVES[half](v, "data"), mesh)
-    jaxpr = str(jax.make_jaxpr(f)(normal(WORLD, WORLD, 512)))
+    jaxpr = str(jax.make_jaxpr(ranked(half, mesh))(normal(WORLD, WORLD, 512)))
     fused = {"scatter": "cgx_reduce_scatter_nccl", "gather": "cgx_all_gather_nccl"}[half]
     assert (fused in jaxpr, "cgx_encode" in jaxpr) == (fastest == "nccl", fastest == "xla")
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_auto_without_a_profile_is_xla_from_some_size_on(half, mesh, built, every_exchange):
-    f = on_ranks(lambda v: HALVES[half](v, "data"), mesh)
     for size, taken in ((512, False), (1 << 18, True)):
         x = jax.ShapeDtypeStruct((WORLD, WORLD, size), "float32")
-        assert ("cgx_encode" in str(jax.make_jaxpr(f)(x))) == taken
+        assert ("cgx_encode" in str(jax.make_jaxpr(ranked(half, mesh))(x))) == taken
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -284,18 +254,15 @@ def test_auto_without_a_profile_is_xla_from_some_size_on(half, mesh, built, ever
 )
 def test_what_has_no_fused_call_travels_as_by_xla(half, compressor, width, dtype, mesh, built):
     x = normal(WORLD, WORLD, width).astype(dtype)
-    by = [
-        on_ranks(lambda v, e=e: HALVES[half](v, "data", compressor, exchange=e), mesh)(x)
-        for e in ("nccl", "xla")
-    ]
+    by = [ranked(half, mesh, compressor, exchange=e)(x) for e in ("nccl", "xla")]
     assert np.asarray(by[0]).tobytes() == np.asarray(by[1]).tobytes()
 
 
 def test_one_rank_needs_no_exchange():
     x = normal(1, 1, 40)
-    for half in HALVES.values():
-        f = on_ranks(lambda v, h=half: h(v, "data", exchange="nccl"), ranks(1))
-        np.testing.assert_array_equal(np.ravel(f(x)), np.ravel(x))
+    for half in HALVES:
+        got = ranked(half, ranks(1), exchange="nccl")(x)
+        np.testing.assert_array_equal(np.ravel(got), np.ravel(x))
 
 
 # --- trees.
@@ -334,31 +301,18 @@ PLAN = Plan.build(
 )
 RULES = Rules([Rule(Quantize(8, 64), path="mid"), Rule(Cast(jnp.bfloat16), path="vector")], Q4)
 TAKEN = {  # what each leaf takes; None: exact
-    Q4: {
-        "big": Q4,
-        "mid": Q4,
-        "layer": {"bias": None, "half": Q4, "small": None, "vector": None},
-        "counts": None,
-    },
-    RULES: {
-        "big": Q4,
-        "mid": Quantize(8, 64),
-        "layer": {"bias": None, "half": Q4, "small": None, "vector": Cast(jnp.bfloat16)},
-        "counts": None,
-    },
-    PLAN: {
-        "big": Q4,
-        "mid": Q4,
-        "layer": {"bias": Quantize(8), "half": Q4, "small": None, "vector": None},
-        "counts": None,
-    },
-    Rules((), Q4, exact=()): {
-        "big": Q4,
-        "mid": Q4,
-        "layer": {"bias": Q4, "half": Q4, "small": Q4, "vector": Q4},
-        "counts": None,
-    },
-}
+    Q4: {"big": Q4, "mid": Q4, "layer": {"bias": None, "half": Q4, "small": None, "vector": None},
+         "counts": None},
+    RULES: {"big": Q4, "mid": Quantize(8, 64),
+            "layer": {"bias": None, "half": Q4, "small": None, "vector": Cast(jnp.bfloat16)},
+            "counts": None},
+    PLAN: {"big": Q4, "mid": Q4,
+           "layer": {"bias": Quantize(8), "half": Q4, "small": None, "vector": None},
+           "counts": None},
+    Rules((), Q4, exact=()): {"big": Q4, "mid": Q4,
+                              "layer": {"bias": Q4, "half": Q4, "small": Q4, "vector": Q4},
+                              "counts": None},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -375,8 +329,7 @@ def test_a_leaf_is_what_the_bare_array_gives_with_what_was_chosen_for_it(half, g
             is_leaf=lambda c: c is None,
         )
 
-    call = lambda t: HALVES[half](t, "data", given, tiled=True, exchange="xla")  # noqa: E731
-    got = on_ranks(call, mesh)(tree)
+    got = ranked(half, mesh, given, tiled=True, exchange="xla")(tree)
     want = on_ranks(alone, mesh)(tree)
     for path, x in jax.tree_util.tree_leaves_with_path(got):
         compressor, y = TAKEN[given], want
@@ -426,9 +379,8 @@ def test_both_halves_show_a_policy_the_whole_leaf(tiled, dimension, mesh):
 def test_a_plan_of_shards_is_refused_for_what_is_gathered(mesh):
     tree = operands("gather")
     shards = Plan.build(jax.tree.map(lambda x: x[0], tree), Q4)
-    f = on_ranks(lambda t: HALVES["gather"](t, "data", shards, tiled=True), mesh)
     with pytest.raises(ValueError, match=r"'big'.*\[64, 96\].*\[8, 96\].*from its result"):
-        jax.eval_shape(f, tree)
+        jax.eval_shape(ranked("gather", mesh, shards, tiled=True), tree)
 
 
 PLACES = {"big": 1, "mid": 0, "layer": -1, "counts": 0}
@@ -462,7 +414,7 @@ def test_each_leaf_is_cut_where_it_says(half, tiled, given, mesh):
 @pytest.mark.quick("scatter")
 def test_leaves_do_not_share_their_noise(half, mesh):
     x = normal(WORLD, WORLD, 256)
-    f = on_ranks(lambda t: HALVES[half](t, "data", STOCHASTIC, key=KEY, exchange="xla"), mesh)
+    f = ranked(half, mesh, STOCHASTIC, key=KEY, exchange="xla")
     got = f({"a": x, "b": x})
     assert (np.asarray(got["a"]) != np.asarray(got["b"])).mean() > 0.05
     assert_same_bits(f({"a": x, "b": x}), got)
@@ -473,8 +425,7 @@ def test_leaves_do_not_share_their_noise(half, mesh):
 def test_no_two_ranks_and_no_two_rows_share_their_noise(half, rounding, mesh):
     same = np.broadcast_to(normal(1024), (WORLD, WORLD, 1024))
     code = Quantize(3, 64, rounding=rounding)
-    f = on_ranks(lambda v: HALVES[half](v, "data", code, key=KEY, exchange="xla"), mesh)
-    got = np.asarray(f(same))
+    got = np.asarray(ranked(half, mesh, code, key=KEY, exchange="xla")(same))
     # A gather's rows come from the ranks; in a scatter, each rank sums one row.
     each = got[0, :, 0] if half == "gather" else got
     different = {(a, b): (each[a] != each[b]).mean() for a in range(WORLD) for b in range(a)}
@@ -513,12 +464,9 @@ def test_derivative_and_batch_of_a_tree_are_its_namesakes(half, mesh):
 
 @pytest.mark.parametrize("half", HALVES)
 def test_trees_without_leaves_or_with_empty_ones_come_back(half, mesh):
-    assert on_ranks(lambda t: HALVES[half](t, "data"), mesh)({"a": None, "b": ()}) == {
-        "a": None,
-        "b": (),
-    }
-    got = on_ranks(lambda t: HALVES[half](t, "data"), mesh)([normal(WORLD, WORLD, 0)])
-    assert got[0].size == 0
+    empty = {"a": None, "b": ()}
+    assert ranked(half, mesh)(empty) == empty
+    assert ranked(half, mesh)([normal(WORLD, WORLD, 0)])[0].size == 0
 
 
 LAYER = {"up": (64, 96), "down": (96, 64), "bias": (96,), "norm": (64,), "table": (512, 64)}
@@ -533,8 +481,7 @@ def test_a_layer_travels_in_one_call_for_each_fusion_buffer(half, fusion_bytes, 
     plan = Plan.build(whole, Q4, overrides=exact, fusion_bytes=fusion_bytes)
     world = WORLD if half == "gather" else 1
     tree = {n: normal(WORLD, s[0] // world, *s[1:]) for n, s in LAYER.items()}
-    f = on_ranks(lambda t: HALVES[half](t, "data", plan, tiled=True, exchange="xla"), mesh)
-    hlo = f.lower(tree).as_text("hlo")
+    hlo = ranked(half, mesh, plan, tiled=True, exchange="xla").lower(tree).as_text("hlo")
     pattern = r"= (\w+)\[([\d,]*)\]\S* (all-gather|all-to-all|reduce-scatter)\("
     found = re.findall(pattern, hlo)
     small = [Q4.payload_bytes(math.prod(LAYER[n]) // WORLD) for n in ("up", "down")]
@@ -556,7 +503,7 @@ def test_leaves_of_a_buffer_keep_the_mesh_axes_that_they_vary_over(half, mesh_2d
     def each(call):
         own = lambda t: jax.tree.map(lambda y: y[0], t)  # noqa: E731
         f = lambda t: jax.tree.map(lambda y: y[None], call(own(t)))  # noqa: E731
-        return jax.jit(jax.shard_map(f, mesh=mesh_2d, in_specs=(specs,), out_specs=specs))(tree)
+        return sharded(f, mesh_2d, (specs,), specs)(tree)
 
     how = {"tiled": True, "exchange": "xla"}
     got = each(lambda t: HALVES[half](t, "data", Q4, **how))
@@ -569,82 +516,41 @@ def test_leaves_of_a_buffer_keep_the_mesh_axes_that_they_vary_over(half, mesh_2d
 @needs_streams
 @pytest.mark.parametrize("half", HALVES)
 def test_every_compressed_leaf_is_a_fused_call_of_its_own(half, mesh, built):
-    f = on_ranks(lambda t: HALVES[half](t, "data", RULES, tiled=True, exchange="nccl"), mesh)
+    f = ranked(half, mesh, RULES, tiled=True, exchange="nccl")
     assert len(targets(f, operands(half))) == 3  # big, mid, half; "vector" is cast, by "xla"
 
 
 W = "leaf 'a/w': "
+NO_FIT = r"scatter_dimension does not fit the tree: it has no int for leaf 'a/w'. Pass"
+ONE = {"scatter_dimension": 1, "tiled": True}
+# A half, the leaf's shape (0: all ranks hold it), its options, and what is said.
+WRONG = [
+    ("scatter", (12, 200), {}, ValueError, W + r"dimension 0 .* has length 12, .*tiled=True"),
+    ("scatter", (8, 300), ONE, ValueError,
+     W + r"dimension 1 .* multiple of the world size 8; pad it"),
+    ("scatter", (8, 300), {"scatter_dimension": 2}, ValueError,
+     W + r"dimension 2 is out of range; .* 2 dimensions"),
+    ("gather", (8, 300), {"axis": 4}, ValueError, W + "axis=4 is out of range; .* 3 dimensions"),
+    ("scatter", (8, 300), {"scatter_dimension": {"ok": 0, "a": {}}}, ValueError, NO_FIT),
+    ("gather", (8, 300), {"axis": {"ok": 0, "a": "w"}}, TypeError, W + "axis='w' is not an int"),
+    *((half, (8, 300), {"compressor": STOCHASTIC}, ValueError, W + "Quantize.*key is None")
+      for half in HALVES),
+    *((half, (8, 300), {"compressor": 4}, TypeError, "4 is neither a compressor nor a policy")
+      for half in HALVES),
+    ("scatter", 0, {}, ValueError, "leaf 'a/w' does not vary over axis 'data'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("half", "error", "message", "shape", "options"),
-    [
-        ("scatter", ValueError, W + r"dimension 0 .* has length 12, .*tiled=True", (12, 200), {}),
-        (
-            "scatter",
-            ValueError,
-            W + r"dimension 1 .* multiple of the world size 8; pad it",
-            (8, 300),
-            {"scatter_dimension": 1, "tiled": True},
-        ),
-        (
-            "scatter",
-            ValueError,
-            W + r"dimension 2 is out of range; .* 2 dimensions",
-            (8, 300),
-            {"scatter_dimension": 2},
-        ),
-        (
-            "gather",
-            ValueError,
-            W + "axis=4 is out of range; .* 3 dimensions",
-            (8, 300),
-            {"axis": 4},
-        ),
-        (
-            "scatter",
-            ValueError,
-            r"scatter_dimension does not fit the tree: it has no int for leaf 'a/w'. Pass",
-            (8, 300),
-            {"scatter_dimension": {"ok": 0, "a": {}}},
-        ),
-        (
-            "gather",
-            TypeError,
-            W + "axis='w' is not an int",
-            (8, 300),
-            {"axis": {"ok": 0, "a": "w"}},
-        ),
-        *(
-            (half, ValueError, W + "Quantize.*key is None", (8, 300), {"compressor": STOCHASTIC})
-            for half in HALVES
-        ),
-        *(
-            (half, TypeError, "4 is neither a compressor nor a policy", (8, 300), {"compressor": 4})
-            for half in HALVES
-        ),
-        (
-            "scatter",
-            ValueError,
-            "leaf 'a/w' does not vary over axis 'data'",
-            (8, 300),
-            {"invarying": True},
-        ),
-    ],
-)
-def test_errors_name_the_leaf(half, error, message, shape, options, mesh):
-    options = dict(options)
-    invarying = options.pop("invarying", False)
+@pytest.mark.parametrize(("half", "shape", "options", "error", "message"), WRONG)
+def test_errors_name_the_leaf(half, shape, options, error, message, mesh):
 
     def f(x):
-        x = lax.psum(x[0], "data") if invarying else x[0]
+        x = x[0] if shape else lax.psum(x[0], "data")
         HALVES[half]({"ok": jnp.zeros((8, 3, 8)), "a": {"w": x}}, "data", **options)
         return x
 
     with pytest.raises(error, match=message):
-        jax.eval_shape(
-            jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()), normal(WORLD, *shape)
-        )
+        jax.eval_shape(sharded(f, mesh, P("data")), normal(WORLD, *(shape or (8, 300))))
 
 
 def test_votes_are_scattered_as_the_majority(mesh_of_each_size):

@@ -40,9 +40,7 @@ COSTLY = [f"docs/{folder}/{name}.md" for folder, names in COSTLY.items() for nam
 # Goes on with the program of the README, which runs there.
 GOES_ON = "docs/calls.md"
 # Blocks that cannot run in this process: a page, a phrase of the block, and why.
-NOT_HERE = {
-    (PROCESSES, "jax.distributed.initialize"): "two processes, which a test below starts",
-}
+NOT_HERE = {(PROCESSES, "jax.distributed.initialize"): "two processes, which a test below starts"}
 
 # Names that every page of fragments takes for granted.
 COMMON = """
@@ -127,7 +125,7 @@ assert {"cgx/bits_per_value", "cgx/skipped"} < set(writer.seen) and "cgx/refresh
 to_wandb(writer, 0, opt_state)
 assert writer.seen["cgx/refresh"] == "warmup"
 """,
-        },
+        }
     ),
     "docs/reliability.md": Fragments(
         before="""

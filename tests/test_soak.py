@@ -3,8 +3,6 @@
 import functools
 import gc
 import inspect
-import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -18,12 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import scripts
+from processes import ENVIRONMENT, needs_mpi
 
 ROOT = Path(__file__).parents[1]
 SOAK = ROOT / "benchmarks" / "soak"
-MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-
-
 report, drawing, measure = (
     scripts.load(f"benchmarks/{name}.py") for name in ("soak/report", "soak/drawing", "measure")
 )
@@ -89,10 +85,7 @@ def records(*crcs, share=0.5):
 
 FOUND = {
     "all alike": ([records(1, 2, 3), records(1, 2, 3)], {"reductions": 3, "mismatches": 0}),
-    "one differs": (
-        [records(1, 2, 3), records(1, 9, 3)],
-        {"mismatches": 1, "first_mismatch": 1},
-    ),
+    "one differs": ([records(1, 2, 3), records(1, 9, 3)], {"mismatches": 1, "first_mismatch": 1}),
     "one was killed": ([records(1, 2, 3), records(1, 2)], {"reductions": 2, "mismatches": 0}),
     "over the bound": (
         [records(1, share=1.5), records(1, share=-1)],
@@ -128,11 +121,10 @@ def test_a_result_beyond_the_bound_is_seen():
 
 def soak(folder, *options):
     command = [sys.executable, str(SOAK / "run.py"), "--folder", str(folder), "--pool", "2"]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.run(
         [*command, *options],
         cwd=ROOT,
-        env=environment,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=400,
@@ -141,7 +133,7 @@ def soak(folder, *options):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install mpich mpi4py runs this test")
+@needs_mpi
 def test_a_short_soak_is_killed_goes_on_with_fewer_and_leaves_no_process(tmp_path):
     numbers = tmp_path / "soak.jsonl"
     options = ["--phases", "kills", "--hours", "0.006", "--json", numbers]

@@ -1,6 +1,7 @@
 """A state belongs to the leaves that it was made for, in every way that a program passes it on."""
 
 import dataclasses
+import functools
 import pickle
 import re
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from cgx_jax import ErrorFeedback, Plan, Quantize, Rules, SecondMoment, resize_s
 from cgx_jax.compressors import Identity, PowerSGD, Signum, Threshold
 from cgx_jax.policies import Adaptive
 from cgx_jax.transforms import MomentumCorrection, local_params, local_steps, scatter_gradients
-from worlds import RANKS, on_ranks, with_state
+from worlds import RANKS, sharded, with_state
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
@@ -321,8 +322,12 @@ def test_rows_on_several_processes_are_refused_unless_each_has_all(mesh):
     np.testing.assert_array_equal(resize_state(near, 4).memory[0]["w"], np.ones((4, 64, 64)))
 
 
+def two_axes():
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+
+
 def test_a_chain_over_two_axes_is_split_state_by_state():
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    mesh = two_axes()
     kinds = [
         cgx_jax.sync_gradients(axis, Quantize(4), memory=ErrorFeedback(), mesh=mesh)
         for axis in ("a", "b")
@@ -339,10 +344,6 @@ def test_a_chain_over_two_axes_is_split_state_by_state():
 
 
 # --- names of axes.
-
-
-def two_axes():
-    return Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
 
 
 MAKERS = {
@@ -370,11 +371,7 @@ def test_a_list_of_axes_is_as_good_as_a_tuple(name):
         assert P(("a", "b")) in jax.tree.leaves(specs)
         placed = jax.device_put(state, cgx_jax.state_shardings(state, axes, mesh))
         out = P(("a", "b")) if name == "scatter_gradients" else P()
-        step = jax.jit(
-            jax.shard_map(
-                tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(out, specs), check_vma=False
-            )
-        )
+        step = sharded(tx.update, mesh, (P(), specs), (out, specs), check_vma=False)
         results.append(step(jax.tree.map(jnp.ones_like, params), placed))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
@@ -467,6 +464,28 @@ def test_a_step_keeps_the_dtypes_of_the_state_and_of_the_gradients(kind, pair, m
     assert [x.dtype for x in jax.tree.leaves(updates)] == [x.dtype for x in jax.tree.leaves(wanted)]
 
 
+@pytest.mark.parametrize("options", [{"memory": ErrorFeedback()}, {"precondition": SecondMoment()}])
+def test_devices_that_share_a_rank_do_not_keep_different_states(options, mesh_2d):
+    """Of the gradients of several devices; what they have in common may be kept."""
+    tx = sync(mesh_2d, **options)
+    like = zeros({"w": (64, 64)})
+    state = tx.init(like)
+
+    def step(x, state, average):
+        grads = {"w": jax.lax.pmean(x[0], "model") if average else x[0]}
+        return tx.update(grads, state)
+
+    def run(average):
+        axes = mesh_2d.axis_names
+        f = with_state(functools.partial(step, average=average), mesh_2d, state, P(axes))
+        return jax.eval_shape(f, np.ones((8, 64, 64), np.float32), state)
+
+    says = r"over axis 'model', but the state does not.*\('data', 'model'\)"
+    with pytest.raises(ValueError, match=says):
+        run(False)
+    run(True)
+
+
 def test_what_a_narrow_gradient_cannot_carry_waits_in_a_wider_memory(mesh):
     """Half of bfloat16's last place is too little to be sent, even exactly, until it adds up."""
     tx = sync(mesh, Identity(), ErrorFeedback())
@@ -486,17 +505,6 @@ def test_a_memory_of_integers_for_gradients_of_floats_is_refused(mesh):
     state = jax.eval_shape(tx.init, zeros({"w": SQUARE}, jnp.int32))
     with pytest.raises(ValueError, match=r"^sync_gradients: the memory of leaf 'w' is int32, but"):
         jax.eval_shape(stepper(tx, mesh, state), zeros({"w": SQUARE}), state)
-
-
-@pytest.mark.parametrize("make", [sync, scatter])
-def test_means_of_integers_and_bools_are_the_nearest(make, mesh):
-    tx = make(mesh)
-    f = on_ranks(lambda g: tx.update(g, tx.init({}))[0], mesh, check_vma=False)
-    counts = np.repeat(np.array([-3] * 7 + [4], np.int8)[:, None], WORLD, axis=1)
-    got = f({"n": counts, "b": np.repeat((np.arange(8) > 1)[:, None], WORLD, axis=1)})
-    assert {k: x.dtype for k, x in got.items()} == {"n": jnp.int8, "b": jnp.bool_}
-    assert set(np.ravel(got["n"]).tolist()) == {-2}
-    assert got["b"].all()
 
 
 CASTS = {

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Plan, Quantize, Rules, transforms
 from cgx_jax.compressors import PayloadCompressor
+from cgx_jax.policies import Stages
 from toys import Difference, RankOne
 from worlds import normal, on_ranks, stepper
 
@@ -55,11 +56,9 @@ TREE = {"a": {"kernel": jnp.ones((8, 64, 64))}, "bias": jnp.ones((8, 64))}
 LOCAL = {"a": {"kernel": jnp.ones((64, 64))}, "bias": jnp.ones(64)}
 
 
+@jax.grad
 def hook(t):
-    loss = lambda p: sum(  # noqa: E731
-        x.sum() for x in jax.tree.leaves(cgx_jax.reduce_in_backward(p, "data", DELTA))
-    )
-    return jax.grad(loss)(t)
+    return sum(x.sum() for x in jax.tree.leaves(cgx_jax.reduce_in_backward(t, "data", DELTA)))
 
 
 CALLS = {
@@ -162,12 +161,16 @@ def test_state_works_under_pmap_and_in_value_and_grad(compressor, mesh):
 
 
 def test_the_state_of_other_compressors_is_refused(mesh):
-    stateful, other = (
-        cgx_jax.sync_gradients("data", c, mesh=mesh, exchange="xla") for c in (DELTA, Quantize(4))
+    policies = DELTA, Quantize(4), Stages((Quantize(4), DELTA), (3,))
+    stateful, other, stages = (
+        cgx_jax.sync_gradients("data", c, mesh=mesh, exchange="xla") for c in policies
     )
     for tx, state, says in (
         (stateful, other.init(LOCAL), "holds nothing for Difference"),
         (other, stateful.init(LOCAL), r"the state of Quantize.* is .*but its init makes \[\]"),
+        (stages, stateful.init(LOCAL), r"the state of Quantize.* is .*but its init makes \[\]"),
+        (stateful, stages.init(LOCAL), "the state of Difference"),
+        (other, stages.init(LOCAL), "the state of Quantize"),
     ):
         with pytest.raises(ValueError, match=rf"^sync_gradients: .*{says}.*other options"):
             jax.eval_shape(stepper(tx, mesh, state), TREE, state)

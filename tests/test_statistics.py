@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import worlds
 from cgx_jax import Cast, Identity, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
@@ -24,18 +25,15 @@ TWO = (Quantize(2), Quantize(8))  # quicker to compile, where averages matter an
 
 def measure(sampler, leaves, steps=1, decay=0.5, world=2):
     """Averages after `steps` observations of leaves [world, ...], and each rank's own state."""
-    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
+    mesh = worlds.ranks(world)
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data"))
-    )
     def observe(old, leaves):
         axes = Axes.resolve("test", "data", None)
         new = sampler.observe(old, [x[0] for x in leaves], axes, decay)
         every = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying")[None], new)
         return new, every
 
+    observe = worlds.sharded(observe, mesh, (P(), P("data")), (P(), P("data")))
     state = Statistics.zeros(len(leaves), len(sampler.candidates))
     state = jax.device_put(state, NamedSharding(mesh, P()))  # as later steps get it
     for t in range(steps):

@@ -18,7 +18,7 @@ from cgx_jax.policies import Stages
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import Moments
 from cgx_jax.transforms.sync_gradients import SyncState
-from worlds import on_ranks, ranks
+from worlds import on_ranks, ranks, sharded
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
@@ -99,12 +99,6 @@ def test_feedback_changes_what_is_sent_and_its_absence_does_not():
     for t in range(3):
         expected = reduced(jax.tree.map(lambda x, t=t: x[t], grads))
         np.testing.assert_array_equal(plain["w"][t], expected["w"])
-
-
-def test_one_biased_bit_is_refused_with_a_memory():
-    message = "would grow without bound; use Quantize with 2 bits or more"
-    with pytest.raises(ValueError, match=message):
-        run(with_memory(Quantize(1), 2), gradients(2, 1), 2)
 
 
 @pytest.mark.slow
@@ -190,11 +184,7 @@ def test_init_inside_shard_map_and_outside_agree():
     with pytest.raises(ValueError, match="axis 'data' is not in the mesh"):
         cgx_jax.sync_gradients("data", memory=ErrorFeedback(), mesh=other).init(like)
     outside = with_memory(Quantize(2), 4).init(like)
-    inside = jax.jit(
-        jax.shard_map(
-            tx.init, mesh=ranks(4), in_specs=P(), out_specs=cgx_jax.state_specs(outside, "data")
-        )
-    )(like)
+    inside = sharded(tx.init, ranks(4), P(), cgx_jax.state_specs(outside, "data"))(like)
     jax.tree.map(np.testing.assert_array_equal, outside, inside)
     for x, y in zip(jax.tree.leaves(outside), jax.tree.leaves(inside), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim) or x.ndim == 0
@@ -261,22 +251,23 @@ def test_shardings_over_several_axes_count_all_their_ranks():
 
 def test_shardings_for_other_ranks_or_axes_are_refused():
     state = optax.chain(with_memory(Quantize(2), 8)).init({"w": jnp.zeros((3, 4))})
-    with pytest.raises(
-        ValueError, match=r"memory/0/w is the memory of 8 ranks, .* 'data' .* has 4;"
-    ):
+    says = r"memory/0/w is the memory of 8 ranks, .* 'data' .* has 4;"
+    with pytest.raises(ValueError, match=says):
         cgx_jax.state_shardings(state, "data", ranks(4))
     with pytest.raises(ValueError, match=r"state_shardings: axis 'model' is not .* \('data',\)"):
         cgx_jax.state_shardings(state, "model", ranks(8))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ErrorFeedback(0), r"decay=0 is outside \(0, 1\]"),
-        (lambda: ErrorFeedback(1.1), r"decay=1.1 is outside"),
-        (lambda: MomentumCorrection(1.0), r"momentum=1.0 is outside \[0, 1\)"),
-    ],
-)
+BIT = "would grow without bound; use Quantize with 2 bits or more"
+WRONG = [
+    (lambda: ErrorFeedback(0), r"decay=0 is outside \(0, 1\]"),
+    (lambda: ErrorFeedback(1.1), r"decay=1.1 is outside"),
+    (lambda: MomentumCorrection(1.0), r"momentum=1.0 is outside \[0, 1\)"),
+    (lambda: run(with_memory(Quantize(1), 2), gradients(2, 1), 2), BIT),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG)
 def test_wrong_memories_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -300,6 +291,8 @@ def test_seeds_of_more_than_32_bits_are_refused(seed):
         cgx_jax.sync_gradients("data", seed=seed)
     with jax.enable_x64(True):  # where JAX keeps all bits
         cgx_jax.sync_gradients("data", seed=seed)
+        with pytest.raises(ValueError, match=r"^sync_gradients: seed=.* fit into 64 bits"):
+            cgx_jax.sync_gradients("data", seed=2**63)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32 - 1, np.int64(3), np.array(3), jnp.uint32(3)])
@@ -354,7 +347,9 @@ FROZEN = {  # what becomes of the gradients before they are reduced
 
 @pytest.mark.parametrize("specs", [False, True], ids=["whole", "specs"])
 @pytest.mark.parametrize(
-    "policy", [Identity(), Stages((Identity(), Cast(jnp.float16)), (9,))], ids=["exact", "stages"]
+    "policy",
+    [Identity(), Rules((), Quantize(8), exact=()), Stages((Identity(), Cast(jnp.float16)), (9,))],
+    ids=["exact", "8 bits", "stages"],
 )
 @pytest.mark.parametrize("then", FROZEN.values(), ids=FROZEN)
 def test_zeros_of_frozen_parameters_need_not_vary_but_sums_of_jax_are_seen(then, policy, specs):
@@ -370,15 +365,10 @@ def test_zeros_of_frozen_parameters_need_not_vary_but_sums_of_jax_are_seen(then,
         return tx.update(then(jax.grad(loss)(params)), state)[0]
 
     def run(cast):
-        mapped = jax.shard_map(
-            functools.partial(step, cast=cast),
-            mesh=mesh,
-            in_specs=(P(), P("data"), P()),
-            out_specs=P(),
-            axis_names={"data"},
-        )
+        f = functools.partial(step, cast=cast)
+        f = sharded(f, mesh, (P(), P("data"), P()), axis_names={"data"})
         with jax.set_mesh(mesh):
-            return jax.jit(mapped)(like, np.ones((4, 4), np.float32), tx.init(like))
+            return f(like, np.ones((4, 4), np.float32), tx.init(like))
 
     means = run(True)
     np.testing.assert_array_equal(means["w"], 1)

@@ -2,10 +2,7 @@
 
 import dataclasses
 import logging
-import os
 import re
-import socket
-import subprocess
 import sys
 import time
 
@@ -14,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -27,8 +23,9 @@ from cgx_jax.reductions import ScatterGather
 from cgx_jax.route.route import Options, route
 from cgx_jax.tuning import sweep
 from cgx_jax.tuning.link_timer import LinkTimer
+from processes import finish, free_port, start
 from profiles import with_crossing
-from worlds import normal, on_ranks, stepper
+from worlds import normal, on_ranks, ranks, sharded, stepper
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
 COLLECTIVE = re.compile(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce)")
@@ -129,20 +126,17 @@ def test_functions_compiled_before_are_traced_anew(mesh, following):
 def test_gradients_of_the_hook_follow_the_profile(mesh, following):
     following(with_crossing())
 
-    def grads(params, x):
-        def loss(p):
-            p = cgx_jax.reduce_in_backward(p, "data", fusion)
-            return sum(jnp.sum(v * x[0, 0]) for v in p.values())
-
-        return jax.grad(loss)(params)
+    @jax.grad
+    def grads(p, x):
+        p = cgx_jax.reduce_in_backward(p, "data", fusion)
+        return sum(jnp.sum(v * x[0, 0]) for v in p.values())
 
     params = {"small": jnp.ones(SMALL), "large": jnp.ones(LARGE)}
     fusion = Plan.build(params, Quantize(4), fusion_bytes=LARGE[0] * LARGE[1] * 4)
-    f = jax.shard_map(grads, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
     x = np.arange(8, dtype=np.float32).reshape(8, 1)
-    text = jax.jit(f).lower(params, x).compile().as_text()
-    assert {"u8", "f32"} <= {dtype for dtype, _ in COLLECTIVE.findall(text)}
-    np.testing.assert_allclose(jax.jit(f)(params, x)["small"], np.full(SMALL, 28))
+    f = sharded(grads, mesh, (P(), P("data")), check_vma=False).lower(params, x).compile()
+    assert {"u8", "f32"} <= {dtype for dtype, _ in COLLECTIVE.findall(f.as_text())}
+    np.testing.assert_allclose(f(params, x)["small"], np.full(SMALL, 28))
 
 
 def test_the_summary_shows_the_method_of_each_leaf(following):
@@ -260,8 +254,7 @@ def test_functions_take_turns_in_an_order_that_changes(mesh):
 
 
 def test_between_two_ranks_gather_sum_is_measured_at_every_size(following, few_rounds):
-    two = Mesh(np.array(jax.devices()[:2]), ("data",))
-    profile = tune(two, "data", bits=(4,), sizes=[8192, 4096], budget_seconds=3600)
+    profile = tune(ranks(2), "data", bits=(4,), sizes=[8192, 4096], budget_seconds=3600)
     assert {r.bytes for r in profile.rows if r.method == "xla/gather_sum"} == {4096, 8192}
 
 
@@ -283,8 +276,7 @@ def test_an_axis_of_a_mesh_with_more_is_tuned_by_itself(mesh_2d, following, few_
     assert tune(mesh_2d, "data", bits=(4,), sizes=(4096,)).world == 4
 
 
-ONE = Mesh(np.array(jax.devices()[:1]), ("data",))
-ALL = Mesh(np.array(jax.devices()), ("data",))
+ONE, ALL = ranks(1), ranks(8)
 BAD = {
     "unknown axis": ("'nodata' is not in the mesh.*data", ALL, {"axis_name": "nodata"}),
     "one rank": ("1 rank.*2 devices.*jax_num_cpu_devices", ONE, {}),
@@ -344,26 +336,10 @@ def test_process_0_decides_for_all(tmp_path):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(with_crossing(world=2, processes=2).to_json())
     bad.write_text(good.read_text().replace("schema", "scheme"))
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", PROGRAM, *map(str, (rank, port, good, bad))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-        for rank in range(2)
-    ]
-    try:
-        both = [p.communicate(timeout=120) for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-            p.wait()
-    (first, first_errors), (second, second_errors) = both
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    port = free_port()
+    ranks = [start([*command, *map(str, (rank, port, good, bad))]) for rank in range(2)]
+    (_, first, first_errors), (_, second, second_errors) = map(finish, ranks)
     assert "profile {" in first, first_errors
     # gloo says on stdout that it is connected
     tuned = first[first.index("profile {") :]
@@ -372,7 +348,3 @@ def test_process_0_decides_for_all(tmp_path):
     assert not (tmp_path / "good.json.1").exists()
     assert "measuring" in first_errors
     assert "measuring" not in second_errors
-
-
-def environment():
-    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

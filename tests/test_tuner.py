@@ -36,7 +36,7 @@ from tuning_steps import (
     steps_of,
     tuner,
 )
-from worlds import on_ranks
+from worlds import on_ranks, sharded
 
 pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
 
@@ -176,12 +176,9 @@ def test_a_slow_spell_does_not_flip_the_choice(monkeypatch, name, split, kept, s
     assert training.tuner.current == kept
 
 
-def asked(like, compressor, world=8, **options):
-    return [
-        Asked(
-            Options("test", Axes(("data",), None, world), None), Plan.build(like, compressor), False
-        )
-    ]
+def asked(like, compressor, world=8):
+    options = Options("test", Axes(("data",), None, world), None)
+    return [Asked(options, Plan.build(like, compressor), False)]
 
 
 BIG = np.zeros((4096, 4096), np.float32)  # 64 MiB
@@ -189,34 +186,17 @@ OFFERED = Offered((Mpi(window=4), Xla()), (GatherSum(),), ())
 FOUR = {str(i): np.zeros((2048, 1024), np.float32) for i in range(4)}  # 8 MiB each
 MPI, XLA = "mpi(window=4)", "xla"
 # tree, compressor, ranks, what is worth a trial: the best-ranked first
+TWO, ONCE = [f"{MPI}, 64", "xla, 64"], [f"{MPI}/gather_sum, 64", "xla/gather_sum, 64"]
+SIZES = [f"{way}, {mib}" for mib in (64, 16, 4) for way in (MPI, "xla")]
 RANKED = {
-    "a tie of bytes goes by the table of exchanges": (
-        BIG,
-        Quantize(4),
-        2,
-        [f"{MPI}, 64", f"{MPI}/gather_sum, 64", "xla, 64", "xla/gather_sum, 64"],
-    ),
-    "more ranks, more bytes by gather_sum": (
-        BIG,
-        Quantize(4),
-        8,
-        [f"{MPI}, 64", "xla, 64", f"{MPI}/gather_sum, 64", "xla/gather_sum, 64"],
-    ),
-    "what sends more than psum is ruled out": (
-        BIG,
-        Quantize(4),
-        32,
-        [f"{MPI}, 64", "xla, 64"],
-    ),
-    "large buffers come first": (
-        FOUR,
-        Quantize(4),
-        32,
-        [f"{way}, {mib}" for mib in (64, 16, 4) for way in (MPI, "xla")],
-    ),
+    "a tie of bytes goes by the table of exchanges": (BIG, Quantize(4), 2,
+                                                      [TWO[0], ONCE[0], TWO[1], ONCE[1]]),
+    "more ranks, more bytes by gather_sum": (BIG, Quantize(4), 8, TWO + ONCE),
+    "what sends more than psum is ruled out": (BIG, Quantize(4), 32, TWO),
+    "large buffers come first": (FOUR, Quantize(4), 32, SIZES),
     "what is summed as numbers goes by xla alone": (BIG, PowerSGD(2), 4, ["xla, 64"]),
     "one rank sends nothing": (BIG, Quantize(4), 1, []),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RANKED)
@@ -307,10 +287,8 @@ def test_levels_are_tried_and_price_what_crosses(mesh_2d):
         seen.extend(candidates([call], offered, with_crossing()))
         return x
 
-    jax.eval_shape(
-        jax.shard_map(f, mesh=mesh_2d, in_specs=P(), out_specs=P(), check_vma=False),
-        jax.ShapeDtypeStruct((64, 1024), np.float32),
-    )
+    x = jax.ShapeDtypeStruct((64, 1024), np.float32)
+    jax.eval_shape(sharded(f, mesh_2d, P(), check_vma=False), x)
     names = [str(c.setting) for c in seen]
     assert names == ["psum", "xla, levels ('model',), 64 MiB", "xla, 64 MiB"]
     assert seen[1].seconds < seen[2].seconds
@@ -405,40 +383,26 @@ def test_a_plain_reduction_follows_the_tuner():
     for t in range(TRIAL_STEPS + 1):
         out = step(grads(t))
         if choose.current == PSUM:
-            jax.tree.map(
-                lambda y, x: np.testing.assert_allclose(y, x.mean(0), atol=1e-6), out, grads(t)
-            )
+            for k, x in grads(t).items():
+                np.testing.assert_allclose(out[k], x.mean(0), atol=1e-6)
     assert choose.state == "kept"
     assert {s for tried, _ in choose._history for s in tried} == {PSUM, SPLIT, WHOLE}
+    f = lambda x: cgx_jax.psum_scatter_compressed(x, "data", exchange=tuner())  # noqa: E731
     with pytest.raises(TypeError, match=r"psum_scatter_compressed: .*Tuner object .* not an exch"):
-        jax.eval_shape(
-            jax.shard_map(
-                lambda x: cgx_jax.psum_scatter_compressed(x, "data", exchange=tuner()),
-                mesh=MESH,
-                in_specs=P(),
-                out_specs=P("data"),
-                check_vma=False,
-            ),
-            jnp.zeros((4, 1024)),
-        )
+        jax.eval_shape(on_ranks(f, MESH), jnp.zeros((WORLD, 4, 1024)))
 
 
 def test_what_the_tuner_chooses_is_not_named_beside_it():
+    says = r"the tuner chooses these; leave .*Tuner\(reductions=\[...\]"
     for option in ({"reduction": "tree"}, {"levels": Levels("local")}):
-        with pytest.raises(
-            ValueError, match=r"the tuner chooses these; leave .*Tuner\(reductions=\[...\]"
-        ):
+        with pytest.raises(ValueError, match=says):
             cgx_jax.sync_gradients("data", Quantize(4), exchange=tuner(), mesh=MESH, **option)
 
 
 def test_memories_survive_changes_of_the_setting(monkeypatch):
     """What the optimizer saw and what the ranks remember are all gradients, over the trials too."""
-    training = Training(
-        tuner(),
-        monkeypatch=monkeypatch,
-        costs=costs_of(0.5, 0.8),
-        memory=cgx_jax.ErrorFeedback(),
-    )
+    how = {"costs": costs_of(0.5, 0.8), "memory": cgx_jax.ErrorFeedback()}
+    training = Training(tuner(), monkeypatch=monkeypatch, **how)
     total = {k: np.zeros(x.shape) for k, x in LIKE.items()}
     steps = TRIAL_STEPS + 3
     for t in range(steps):
@@ -469,13 +433,9 @@ def test_with_adaptive_one_object_compiles_and_plans_change_after_the_trials(mon
 
 
 def test_the_table_sets_predicted_beside_measured(monkeypatch, following, caplog):
-    rows = [
-        ("psum", 32, 8192, 1.0),
-        ("xla", 4.125, 8192, 0.25),
-        ("xla/gather_sum", 4.125, 8192, 0.5),
-    ]
-    profile = with_crossing(world=WORLD)
-    following(dataclasses.replace(profile, rows=tuple(rows)))
+    rows = ("psum", 32, 1.0), ("xla", 4.125, 0.25), ("xla/gather_sum", 4.125, 0.5)
+    rows = tuple((method, bits, 8192, seconds) for method, bits, seconds in rows)
+    following(dataclasses.replace(with_crossing(world=WORLD), rows=rows))
     training = Training(tuner(), monkeypatch=monkeypatch, costs=costs_of(0.5, 0.8))
     training.run(TRIAL_STEPS + 1)
     ((level, text),) = [r[1:] for r in caplog.record_tuples if r[0] == "cgx_jax.tuning.tuner"]

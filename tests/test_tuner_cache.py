@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from cgx_jax.compressors import Quantize
+from cgx_jax.compressors import Quantize, TopK
 from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.reductions import GatherSum, Levels
 from cgx_jax.tuning import Setting, cache
@@ -95,8 +95,7 @@ def test_a_file_that_is_damaged_or_foreign_is_said_once_and_measured_anew(tmp_pa
     spoil, message = DAMAGED[name]
     cache.keep(tmp_path, KEY, FIELDS)
     (path,) = tmp_path.rglob("*.json")
-    spoiled = spoil(path.read_text())
-    path.write_bytes(spoiled if isinstance(spoiled, bytes) else spoiled.encode())
+    path.write_text(spoil(path.read_text()))
     with pytest.warns(RuntimeWarning, match=f"Tuner: .*{path.name}: .*{message}") as said:
         assert found(tmp_path) is None
     assert len(said) == 1
@@ -131,6 +130,23 @@ def test_a_second_run_of_the_same_job_starts_tuned(tmp_path, monkeypatch):
     other = Training(tuner(cache=tmp_path), Quantize(8), monkeypatch=monkeypatch, costs=costs)
     other.run(1)
     assert other.tuner.state == "trying"
+
+
+def test_a_setting_that_does_not_suit_the_compressor_is_not_taken(tmp_path):
+    """A file may name a reduction that is tried for others."""
+
+    def training():
+        return Training(tuner(cache=tmp_path, reductions=["gather_sum", "ring"]), TopK(0.1))
+
+    first = training()
+    while first.tuner.state != "kept":
+        first.run(1)
+    (path,) = tmp_path.rglob("*.json")
+    fields = json.loads(path.read_text())
+    fields["setting"] |= {"exchange": "xla", "options": {}, "reduction": "ring"}
+    path.write_text(json.dumps(fields))
+    with pytest.warns(RuntimeWarning, match=f"{path.name}: .*does not suit .*measured again"):
+        training().run(2)
 
 
 def test_a_user_without_a_home_is_told_and_has_no_cache(monkeypatch):

@@ -32,11 +32,7 @@ def run(seconds=away, chunk=CHUNK, cores=4, races=3):
 def test_each_option_goes_to_its_fastest_value_and_the_next_starts_there():
     found, tried = run()
     assert found == Mpi(segment_bytes=1 << 15, window=8, threads=2)
-    assert [engines[0] for engines in tried] == [
-        START,
-        Mpi(1 << 15, 4, 1),
-        Mpi(1 << 15, 8, 1),
-    ]
+    assert [engines[0] for engines in tried] == [START, Mpi(1 << 15, 4, 1), Mpi(1 << 15, 8, 1)]
     assert [len(engines) for engines in tried] == [3, 3, 3]
 
 

@@ -8,14 +8,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cgx_jax import (
-    Cast,
-    Quantize,
-    all_gather_compressed,
-    pmean_compressed,
-    psum_compressed,
-    psum_scatter_compressed,
-)
+from cgx_jax import Cast, Quantize, all_gather_compressed, pmean_compressed, psum_compressed
+from cgx_jax import psum_scatter_compressed as scatter
 
 pytestmark = pytest.mark.oldest
 
@@ -26,7 +20,7 @@ CALLS = {
     "psum": (psum_compressed, lax.psum, False),
     "pmean": (pmean_compressed, lambda v, n: lax.psum(v, n), False),
     "scatter": (
-        lambda *a, **k: psum_scatter_compressed(*a, **k, scatter_dimension=1, tiled=True),
+        lambda *a, **k: scatter(*a, **k, scatter_dimension=1, tiled=True),
         lambda v, n: lax.psum_scatter(v, n, scatter_dimension=1, tiled=True),
         True,
     ),

@@ -16,13 +16,11 @@ from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.units import Units
 from cgx_jax.kernels.wire import Layout
 from reducing import pmean_with_residual
+from worlds import sharded
 
 SHAPES = {"matrix": (24, 100), "vector": (1037, 1), "exact": (70,), "narrow": (300, 7)}
-CODES = [
-    Quantize(3, 96, rotation=True),
-    Quantize(4, 64, "correlated"),
-    Cast(jnp.bfloat16),
-]
+CODES = [Quantize(3, 96, rotation=True), Quantize(4, 64, "correlated"), Cast(jnp.bfloat16)]
+GIVEN = P("data"), P()  # a tree of each rank, and units
 EVERY_CODE = pytest.mark.parametrize("code", CODES, ids=str)
 
 
@@ -61,33 +59,20 @@ def plan_of(code, tree):
     return plan
 
 
-def reduce(
-    mesh, plan, tree, units, *, residual=False, check_vma=True, exchange="xla", reduction=None
-):
+def reduce(mesh, plan, tree, units, *, residual=False, exchange="xla", reduction=None):
     """(mean, residuals of every rank) as one compiled function of all devices."""
 
     def step(tree, units):
         own = jax.tree.map(lambda x: x[0], tree)
+        how = {"residual": residual, "exchange": exchange, "reduction": reduction}
         mean, lost = pmean_with_residual(
-            "here",
-            own,
-            "data",
-            plan,
-            units=units,
-            key=jax.random.key(3),
-            residual=residual,
-            exchange=exchange,
-            reduction=reduction,
+            "here", own, "data", plan, units=units, key=jax.random.key(3), **how
         )
         zeros = [jnp.zeros_like(x) for x in jax.tree.leaves(own)]
         lost = [z if e is None else e for z, e in zip(zeros, lost, strict=True)]
         return mean, [e[None] for e in lost]
 
-    specs = (P("data"), P())
-    f = jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=(P(), P("data")), check_vma=check_vma
-    )
-    return jax.jit(f)(tree, units)
+    return sharded(step, mesh, GIVEN, (P(), P("data")))(tree, units)
 
 
 multiply = jax.jit(scaling.multiply, static_argnums=2)
@@ -182,12 +167,9 @@ def test_units_are_constants_of_the_derivative(mesh):
         )
         return (mean * jnp.cos(jnp.arange(100.0))).sum()
 
-    specs = (P("data"), P())
-    for argument, spec in ((0, P("data")), (1, P())):
-        f = jax.shard_map(
-            jax.grad(loss, argument), mesh=mesh, in_specs=specs, out_specs=spec, check_vma=True
-        )
-        for g in jax.tree.leaves(jax.jit(f)(tree, units)):
+    for argument, spec in enumerate(GIVEN):
+        f = sharded(jax.grad(loss, argument), mesh, GIVEN, spec)
+        for g in jax.tree.leaves(f(tree, units)):
             want = np.cos(np.arange(100.0)) / 8 if argument == 0 else 0
             np.testing.assert_allclose(g, np.broadcast_to(want, g.shape), rtol=1e-5, atol=1e-7)
 
@@ -215,11 +197,7 @@ def test_vmap_is_as_many_calls(mesh, batched):
         return jnp.stack([m for m, _ in out]), jnp.stack([e[0] for _, e in out])[None]
 
     def run(loop):
-        f = jax.shard_map(
-            functools.partial(step, loop=loop),
-            mesh=mesh, in_specs=(P("data"), P()), out_specs=(P(), P("data")),
-        )  # fmt: skip
-        return jax.jit(f)(x, units)
+        return sharded(functools.partial(step, loop=loop), mesh, GIVEN, (P(), P("data")))(x, units)
 
     jax.tree.map(np.testing.assert_array_equal, run(False), run(True))
 
@@ -273,8 +251,7 @@ def test_without_units_nothing_changes(mesh):
         own = jax.tree.map(lambda x: x[0], tree)
         return pmean_with_residual("here", own, "data", plan, exchange="xla")[0]
 
-    f = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
-    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(f)(tree))
+    jax.tree.map(np.testing.assert_array_equal, got, sharded(step, mesh, P("data"))(tree))
 
 
 def unfused(self, call, sent, factors=()):

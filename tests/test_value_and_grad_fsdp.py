@@ -15,7 +15,7 @@ import cgx_jax
 from cgx_jax import ErrorFeedback, Identity, Plan, Quantize, Rule, Rules
 from hlo import collectives
 from plain_jit_case import auto_mesh
-from worlds import drawn
+from worlds import drawn, sharded
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized", "standard_promotion")]
 
@@ -62,6 +62,10 @@ def arguments(mesh):
     return placed(mesh, params, specs_on(mesh)), *placed(mesh, list(tokens), [P("data")] * 2)
 
 
+def _stack(p, at=slice(None)):
+    return {k: p[k][at] for k in ("up", "down", "norm")}
+
+
 def block(h, w):
     return h + jnp.tanh((h * w["norm"]) @ w["up"]) @ w["down"]
 
@@ -70,7 +74,7 @@ def scanned(wrap=lambda f: f, cast=lambda p: p):
     def loss(p, x, y):
         h = cast({"embed": p["embed"]})["embed"][x] + p["bias"]
         layer = wrap(lambda h, w: (block(h, w), None))
-        h, _ = jax.lax.scan(layer, h, cast({k: p[k] for k in ("up", "down", "norm")}))
+        h, _ = jax.lax.scan(layer, h, cast(_stack(p)))
         logits = jax.nn.log_softmax((h @ p["head"]).astype(jnp.float32))
         return -jnp.take_along_axis(logits, y[..., None], -1).mean()
 
@@ -81,13 +85,13 @@ def unrolled(p, x, y):
     """Two layers of the stack."""
     h = p["embed"][x] + p["bias"]
     for i in (0, 2):
-        h = block(h, {k: p[k][i] for k in ("up", "down", "norm")})
+        h = block(h, _stack(p, i))
     return jnp.square(h @ p["head"] - y[..., None]).mean()
 
 
 def of_pairs(p, x, y):
     """A stack of stacks: two layers at a time. The embedding is used twice."""
-    stack = {k: p[k].reshape(2, 2, *p[k].shape[1:]) for k in ("up", "down", "norm")}
+    stack = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), _stack(p))
     two = lambda h, w: jax.lax.scan(lambda h, w: (block(h, w), None), h, w)  # noqa: E731
     h, _ = jax.lax.scan(two, p["embed"][x] + p["bias"], stack)
     return jnp.square(h @ p["embed"].T - y[..., None]).mean() + jnp.square(p["head"]).mean()
@@ -96,19 +100,11 @@ def of_pairs(p, x, y):
 def backwards(p, x, y):
     """A custom derivative, a branch and a loop whose carry is a parameter."""
     h = p["embed"][x] + jax.nn.relu(p["bias"])
-    h = jax.lax.cond(p["bias"].sum() > 1e9, lambda h, w: h, lambda h, w: block(h, w), h, _first(p))
+    h = jax.lax.cond(p["bias"].sum() > 1e9, lambda h, w: h, block, h, _stack(p, 0))
     body = lambda _, c: (c[0] @ c[1] @ c[1].T / 8, c[1])  # noqa: E731
     h, _ = jax.lax.fori_loop(0, 2, body, (h, p["head"]))
     h, _ = jax.lax.scan(lambda h, w: (block(h, w), None), h, _stack(p), reverse=True, unroll=2)
     return jnp.square(h.mean(-1) - y).mean()
-
-
-def _stack(p):
-    return {k: p[k] for k in ("up", "down", "norm")}
-
-
-def _first(p):
-    return {k: p[k][0] for k in ("up", "down", "norm")}
 
 
 def in_half(p):
@@ -189,8 +185,8 @@ def test_weights_and_gradients_travel_as_by_the_calls_inside_shard_map(no_cache)
         return means[0], jax.tree.map(lambda g: g / 4, grads) | means[1]
 
     at = specs, P("data"), P("data")
-    mapped = jax.shard_map(by_hand, mesh=mesh, in_specs=at, out_specs=(P(), specs), check_vma=False)
-    value, grads = jax.jit(mapped)(*arguments(mesh))
+    mapped = sharded(by_hand, mesh, at, (P(), specs), check_vma=False)
+    value, grads = mapped(*arguments(mesh))
     got, found = jax.jit(fsdp(mesh, unrolled, GRADIENTS, weights=WEIGHTS))(*arguments(mesh))
     np.testing.assert_allclose(got, value, rtol=1e-6)
     for leaf in grads:
@@ -211,10 +207,8 @@ def test_each_leaf_has_its_own_codes(no_cache):
     assert max(off.values()) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["scanned", "with checkpoints", pytest.param("with a policy", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("name", ["scanned", "with checkpoints", "with a policy"])
+@pytest.mark.quick("scanned", "with checkpoints")
 def test_no_layer_is_whole_for_longer_than_it_computes(name, no_cache):
     """All that travels is in bytes, nothing has the size of the stack, and memory does not grow."""
     mesh = mesh_of("data")
@@ -245,16 +239,8 @@ def test_a_ratio_an_auxiliary_output_and_an_axis_of_two_names(no_cache):
         return total / count, rows
 
     (value, rows), grads = jax.jit(jax.value_and_grad(one, has_aux=True))(params)
-    f = cgx_jax.value_and_grad(
-        loss,
-        axes,
-        Identity(),
-        loss="ratio",
-        has_aux=True,
-        aux_specs=P(axes),
-        mesh=mesh,
-        in_specs={"x": P(axes), "mask": P(axes)},
-    )
+    how = {"has_aux": True, "aux_specs": P(axes), "in_specs": {"x": P(axes), "mask": P(axes)}}
+    f = cgx_jax.value_and_grad(loss, axes, Identity(), loss="ratio", mesh=mesh, **how)
     (got, by_row), found = f(placed(mesh, params, specs), x, jnp.float32(mask))  # known, not named
     np.testing.assert_allclose(got, value, rtol=1e-6)
     np.testing.assert_allclose(by_row, rows, rtol=1e-5)
@@ -335,10 +321,8 @@ REFUSED = {
     "a state": (refused(call=apply), "have no state: call the function itself in place of `apply`"),
     "init": (refused(call=create), "scatter_gradients keeps such a state"),
     "a memory": (refused(memory=ErrorFeedback()), "ErrorFeedback.* keeps a state between steps"),
-    "random rounding": (
-        refused(weights=Quantize(8, rounding="stochastic")),
-        "rounds at random, and without a state",
-    ),
+    "random rounding": (refused(weights=Quantize(8, rounding="stochastic")),
+                        "rounds at random, and without a state"),
     "a reduction": (refused(reduction="ring"), "reduction='ring' is for parameters .* Leave red"),
     "codes for nothing": (
         refused(lambda s: {k: P() for k in s}, weights=Quantize(8)),

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from plain_jit_case import auto_mesh, check_close, loss_fn, vag
+from worlds import sharded
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
@@ -145,9 +146,8 @@ def test_ranks_draw_apart_from_typed_and_from_raw_keys(case):
     (_, noise), _ = f(params, x, y, *keys_of())
     assert [len(np.unique(n)) for n in noise] == [64, 64]
     # Two keys are no batch of two.
-    (_, noise), _ = vag(noisy, has_aux=True, aux_specs=P("data"), mesh=auto_mesh((2,)))(
-        params, x[:2], y[:2], *keys_of()
-    )
+    f = vag(noisy, has_aux=True, aux_specs=P("data"), mesh=auto_mesh((2,)))
+    (_, noise), _ = f(params, x[:2], y[:2], *keys_of())
     assert [len(np.unique(n)) for n in noise] == [2, 2]
 
 
@@ -162,12 +162,10 @@ def test_keys_that_all_ranks_share_are_for_draws_that_all_examples_share(case):
     check_close(got, of_jax(shared, *given))
     with pytest.raises(ValueError, match="one random draw for the whole batch"):
         vag(shared)(*given)
-    same = {"key": P(), "raw": P()}
+    how = {"has_aux": True, "aux_specs": P("data"), "in_specs": {"key": P(), "raw": P()}}
     with pytest.raises(ValueError, match="draws for each example from a key that every rank has"):
-        vag(noisy, has_aux=True, aux_specs=P("data"), in_specs=same)(params, x, y, *keys_of())
-    (_, noise), _ = vag(noisy, has_aux=True, aux_specs=P("data"), in_specs=same, trust=True)(
-        params, x, y, *keys_of()
-    )
+        vag(noisy, **how)(params, x, y, *keys_of())
+    (_, noise), _ = vag(noisy, **how, trust=True)(params, x, y, *keys_of())
     assert [len(np.unique(n)) for n in noise] == [8, 8]
 
 
@@ -177,11 +175,8 @@ def test_keys_for_each_example_are_split_like_it(case):
     def loss(p, x, y, keys):
         return loss_fn(p, x + jax.vmap(lambda k: jax.random.normal(k, (32,)))(keys), y)
 
-    for keys in (
-        jax.random.split(jax.random.key(0), 64),
-        jax.random.split(jax.random.PRNGKey(0), 64),
-    ):
-        given = params, x, y, keys
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        given = params, x, y, jax.random.split(key, 64)
         check_close(vag(loss)(*given), of_jax(loss, *given))
 
 
@@ -232,22 +227,20 @@ def test_a_ratio_may_divide_by_weights_that_are_learned(case):
     check_close(vag(soft, loss="ratio")(params, x, y), of_jax(quotient, params, x, y))
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        lambda e, x: (1.0, e.sum()),
-        lambda e, x: (e.sum(), 3.0),
-        lambda e, x: (e.sum(), e.mean()),
-        lambda e, x: (e.mean(), 1.0 * len(x)),
-    ],
-    ids=["by a sum", "by a constant", "by a mean", "a mean by a length"],
-)
+NO_RATIOS = {
+    "by a sum": lambda e, x: (1.0, e.sum()),
+    "by a constant": lambda e, x: (e.sum(), 3.0),
+    "by a mean": lambda e, x: (e.sum(), e.mean()),
+    "a mean by a length": lambda e, x: (e.mean(), 1.0 * len(x)),
+}
+
+
+@pytest.mark.parametrize("pair", NO_RATIOS.values(), ids=NO_RATIOS)
 def test_a_ratio_of_other_things_is_refused(case, pair):
     params, x, y, _ = case
     loss = lambda p, x, y: pair(jnp.square(x @ p["a"]["w"]).mean(1), x)  # noqa: E731
-    with pytest.raises(
-        ValueError, match="a sum over the examples and their count, or two means; the first"
-    ):
+    says = "a sum over the examples and their count, or two means; the first"
+    with pytest.raises(ValueError, match=says):
         vag(loss, loss="ratio")(params, x, y)
 
 
@@ -320,39 +313,30 @@ HIDDEN = {
 def test_a_mean_over_a_count_is_refused_wherever_it_hides(case, hidden):
     params, x, y, _ = case
     loss = lambda p, x, y: hidden(errors_of(p, x, y), jnp.float32(y[:, 0] > 0))  # noqa: E731
-    with pytest.raises(
-        ValueError, match=r"^value_and_grad: .*(statistic of the batch|meet|devices)"
-    ):
+    says = r"^value_and_grad: .*(statistic of the batch|meet|devices)"
+    with pytest.raises(ValueError, match=says):
         vag(loss)(params, x, y)
 
 
 LOSSES = {
     "pairs": (contrastive, r"'dot_general' float32\[8,8\] \(test_value.*all_gather"),
-    "weighted": (
-        lambda p, x, y: weighted(p, x, y, y[:, 0]),
-        r"'div' float32\[\] \(test_value.*ratio",
-    ),
+    "weighted": (lambda p, x, y: weighted(p, x, y, y[:, 0]),
+                 r"'div' float32\[\] \(test_value.*ratio"),
     "root": (lambda p, x, y: jnp.sqrt(loss_fn(p, x, y)), r"'sqrt' float32\[\]"),
     "normalized": (normalized_targets, r"statistic of the batch.*pmean"),
     "batch norm": (own_batch_norm, r"'sub' float32\[8,64\].*A BatchNorm: axis_name='data'"),
     "sum": (lambda p, x, y: len(x) * loss_fn(p, x, y), r"sum over the batch.*Return the mean"),
     "maximum": (lambda p, x, y: errors_of(p, x, y).max(), r"between examples: 'reduce_max'"),
-    "halves": (
-        lambda p, x, y: jnp.square(errors_of(p, x, y)[:4] - errors_of(p, x, y)[-4:]).mean(),
-        r"between examples: 'slice'",
-    ),
+    "halves": (lambda p, x, y: jnp.square(errors_of(p, x, y)[:4] - errors_of(p, x, y)[-4:]).mean(),
+               r"between examples: 'slice'"),
     "differences": (
         lambda p, x, y: jnp.square(errors_of(p, x, y)[:, None] - errors_of(p, x, y)).mean(),
         r"between examples: 'sub' float32\[8,8\]",
     ),
-    "sorted": (
-        lambda p, x, y: jnp.sort(errors_of(p, x, y))[:4].mean(),
-        r"examples: 'sort' float32\[8\] \(test_value",
-    ),
-    "a length too many": (
-        lambda p, x, y: loss_fn(p, x, y) / len(x),
-        r"the same on every rank, times the number of ranks to the power of -1",
-    ),
+    "sorted": (lambda p, x, y: jnp.sort(errors_of(p, x, y))[:4].mean(),
+               r"examples: 'sort' float32\[8\] \(test_value"),
+    "a length too many": (lambda p, x, y: loss_fn(p, x, y) / len(x),
+                          r"the same on every rank, times the number of ranks to the power of -1"),
     "a diagonal": (
         lambda p, x, y: jnp.diagonal(x @ p["a"]["w"]).mean(),
         r"program itself depends on the batch size: 'jit' with \d operands on a rank.*\(test_value",
@@ -363,19 +347,15 @@ LOSSES = {
         ),
         r"the gradient of \['a'\]\['w'\] is not known to be a mean.*'sub'",
     ),
-    "another program": (
-        lambda p, x, y: jnp.mean(x @ p["a"]["w"]) * (2.0 if len(x) > 8 else 1.0),
-        r"a number depends on the batch size|program itself depends",
-    ),
+    "another program": (lambda p, x, y: jnp.mean(x @ p["a"]["w"]) * (2.0 if len(x) > 8 else 1.0),
+                        r"a number depends on the batch size|program itself depends"),
     "a count less one": (
         lambda p, x, y: errors_of(p, x, y).sum() / (len(x) - 1),
         r"a number depends on the batch size: 7.0 on a rank, 63.0 in all \(test_value_and_grad_out",
     ),
-    "turns": (
-        lambda p, x, y: lax.fori_loop(0, len(x), lambda i, c: c / 2, loss_fn(p, x, y)),
-        r"number of turns depends on the batch|statistic of the batch",
-    ),
-}
+    "turns": (lambda p, x, y: lax.fori_loop(0, len(x), lambda i, c: c / 2, loss_fn(p, x, y)),
+              r"number of turns depends on the batch|statistic of the batch"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss", "message"), LOSSES.values(), ids=LOSSES)
@@ -408,20 +388,17 @@ RUDE = {
     "of the world": lambda p, x, y: loss_fn(p, x, y) / (8.0 if len(x) == 1 else 1.0),
     "an exponent": lambda p, x, y: (errors_of(p, x, y) ** (2 if len(x) == 1 else 3)).mean(),
     "wiring": lambda p, x, y: loss_fn(p, *((y, x) if len(x) == 1 else (x, y))),
-    "columns": lambda p, x, y: (x @ p["a"]["w"])[
-        :, slice(3) if len(x) == 1 else slice(3, 6)
-    ].mean(),
-    "a transpose": lambda p, x, y: loss_fn(
-        p,
-        *(
-            (a.reshape(-1, 2, 4, 4).transpose(0, 1, 3, 2).reshape(a.shape) if len(a) == 1 else a)
-            for a in (x, y)
-        ),
+    "columns": lambda p, x, y: (
+        (x @ p["a"]["w"])[:, slice(3) if len(x) == 1 else slice(3, 6)].mean()
     ),
+    "a transpose": lambda p, x, y: loss_fn(p, *(
+        (a.reshape(-1, 2, 4, 4).transpose(0, 1, 3, 2).reshape(a.shape) if len(a) == 1 else a)
+        for a in (x, y)
+    )),
     "another axis": lambda p, x, y: jnp.cumsum(x @ p["a"]["w"], int(len(x) > 1)).mean(),
     "a step less": lambda p, x, y: loss_fn(p, jnp.tanh(x) if len(x) > 1 else x, y),
     "a size of the whole batch": lambda p, x, y: loss_fn(p, x, y) * (2.0 if len(x) == 8 else 1.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", RECIPES.values(), ids=RECIPES)
@@ -442,14 +419,10 @@ def test_a_shard_map_over_another_axis_is_followed(case):
     params, x, y, _ = case
     mesh = auto_mesh((4, 2), ("data", "model"))
 
-    def inside(function, spec):
-        return lambda e, w: jax.shard_map(
-            function, in_specs=(spec, spec), out_specs=P(), axis_names={"model"}
-        )(e, w)
-
     def loss_of(function, spec):
-        w = jnp.float32(y[:, 0] > 0)
-        return lambda p, x, y, w: inside(function, spec)(errors_of(p, x, y), w), w
+        how = {"in_specs": (spec, spec), "out_specs": P(), "axis_names": {"model"}}
+        inside = lambda e, w: jax.shard_map(function, **how)(e, w)  # noqa: E731
+        return lambda p, x, y, w: inside(errors_of(p, x, y), w), jnp.float32(y[:, 0] > 0)
 
     def call(loss, w):
         specs = jax.tree.map(lambda _: P(), params)
@@ -533,11 +506,10 @@ SLY = {
 @pytest.mark.parametrize("sly", SLY.values(), ids=SLY)
 def test_a_statistic_in_disguise_is_refused(case, sly):
     params, x, y, _ = case
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        pytest.raises(ValueError, match=r"^value_and_grad: "),
-    ):
-        vag(lambda p, x, y: loss_fn(p, x, y) + sly(x * p["a"]["b"].sum() + x))(params, x, y)
+    f = vag(lambda p, x, y: loss_fn(p, x, y) + sly(x * p["a"]["b"].sum() + x))
+    refused = pytest.raises(ValueError, match=r"^value_and_grad: ")
+    with jax.numpy_dtype_promotion("standard"), refused:
+        f(params, x, y)
 
 
 HONEST = {
@@ -562,11 +534,9 @@ HONEST = {
 def test_a_mean_over_the_examples_is_taken(case, honest):
     params, x, y, _ = case
     loss = lambda p, x, y: loss_fn(p, x, y) + honest(x * p["a"]["b"].sum() + x)  # noqa: E731
-    one = jax.shard_map(
-        jax.value_and_grad(loss), mesh=auto_mesh((1,)), in_specs=P(), out_specs=P(), check_vma=False
-    )
+    one = sharded(jax.value_and_grad(loss), auto_mesh((1,)), P(), check_vma=False)
     with jax.numpy_dtype_promotion("standard"):
-        check_close(vag(loss)(params, x, y), jax.jit(one)(params, x, y))
+        check_close(vag(loss)(params, x, y), one(params, x, y))
 
 
 @pytest.mark.parametrize("scale", [1, 1 << 14])  # the second is beyond fp32's integers
@@ -619,9 +589,8 @@ def test_outputs_that_depend_on_the_batch_size_are_refused(case, rows):
     def loss(p, x, y):
         return loss_fn(p, x, y), {str(i): y.mean() for i in range(len(x) // 8)}
 
-    with pytest.raises(
-        ValueError, match=r"^value_and_grad: on a part of the batch the loss returns"
-    ):
+    says = r"^value_and_grad: on a part of the batch the loss returns"
+    with pytest.raises(ValueError, match=says):
         vag(loss, has_aux=True, aux_specs="mean")(params, x[:rows], y[:rows])
 
 
@@ -736,11 +705,7 @@ class Counting(nnx.Module):
         return x * self.scale[...]
 
 
-KEPT = {
-    "mean": lambda x: x.mean(0),
-    "sum": lambda x: x.sum(0),
-    "nothing": lambda x: jnp.zeros(()),
-}
+KEPT = {"mean": lambda x: x.mean(0), "sum": lambda x: x.sum(0), "none": lambda x: jnp.zeros(())}
 
 
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)

@@ -1,7 +1,5 @@
 """value_and_grad with a state: memory, preconditioning, randomness, adaptive policies."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment
 from plain_jit_case import auto_mesh, check_close, loss_fn, vag
+from worlds import with_state
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
@@ -21,11 +20,7 @@ pytestmark = pytest.mark.usefixtures("unoptimized")
     ("policy", "options"),
     [
         (Quantize(4), {"memory": ErrorFeedback()}),
-        pytest.param(
-            Quantize(4),
-            {"memory": ErrorFeedback(), "precondition": SecondMoment()},
-            marks=pytest.mark.slow,
-        ),
+        (Quantize(4), {"memory": ErrorFeedback(), "precondition": SecondMoment()}),
         (Quantize(4, rounding="stochastic"), {"seed": 3}),
     ],
     ids=["memory", "preconditioned memory", "stochastic"],
@@ -39,23 +34,13 @@ def test_a_state_goes_through_steps_as_sync_gradients_keeps_it(case, policy, opt
     state = f.init(params)
     placed = cgx_jax.state_shardings(state, "data", mesh)
     tx = cgx_jax.sync_gradients("data", policy, mesh=mesh, exchange="xla", **options)
-    specs = cgx_jax.state_specs(state, "data")
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(specs, P(), P("data"), P("data")),
-        out_specs=(P(), specs),
-        check_vma=False,
-    )
-    def by_hand(state, params, x, y):
-        return tx.update(jax.grad(loss_fn)(params, x, y), state)
-
+    by_hand = lambda p, x, y, state: tx.update(jax.grad(loss_fn)(p, x, y), state)  # noqa: E731
+    split = P(), P("data"), P("data")
+    by_hand = jax.jit(with_state(by_hand, mesh, state, *split, check_vma=False))
     other = tx.init(params)
     for t in range(3):
         (_, grads), state = step(state, params, jnp.roll(x, t, 0), y)
-        want, other = by_hand(other, params, jnp.roll(x, t, 0), y)
+        want, other = by_hand(params, jnp.roll(x, t, 0), y, other)
         check_close(grads, want, 0.05)
     assert int(state.step) == 3
     for array, at in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):
@@ -72,9 +57,8 @@ def test_a_loss_may_be_made_inside_the_step(case):
     @jax.jit
     def step(state, params, x, y):
         own = lambda p, x, y: loss_fn(p, x, y)  # noqa: E731
-        return cgx_jax.value_and_grad(own, "data", Quantize(4), **options).apply(
-            state, params, x, y
-        )
+        f = cgx_jax.value_and_grad(own, "data", Quantize(4), **options)
+        return f.apply(state, params, x, y)
 
     f = vag(memory=ErrorFeedback(), policy=Quantize(4))
     got, want = step(state, params, x, y), jax.jit(f.apply)(f.init(params), params, x, y)
@@ -119,8 +103,6 @@ def test_memory_of_a_module_that_can_be_called_lies_with_its_shards():
     mesh = auto_mesh((4, 2), ("data", "model"))
     model = eqx.filter(eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0)), eqx.is_array)
     place = lambda x: jax.device_put(x, NamedSharding(mesh, P("model")))  # noqa: E731
-    f = cgx_jax.value_and_grad(
-        None, "data", Quantize(4), mesh=mesh, memory=ErrorFeedback(), exchange="xla"
-    )
+    f = vag(None, Quantize(4), mesh=mesh, memory=ErrorFeedback())
     state = f.init(jax.tree.map(place, model))
     assert state.memory[0].layers[0].weight.sharding.spec == P("data", "model")

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import optax_steps
-from cgx_jax import ErrorFeedback, Quantize, SecondMoment
+from cgx_jax import ErrorFeedback, Identity, Quantize, SecondMoment
 from cgx_jax.transforms import MomentumCorrection, diloco, scatter_gradients
-from worlds import ranks
+from worlds import first, normal, on_ranks, ranks, sharded
 
 pytestmark = pytest.mark.usefixtures("unoptimized", "standard_promotion")
 
@@ -104,6 +104,22 @@ def test_sam_around_it_is_refused_since_a_rank_would_step_by_its_own_gradients(m
         step(jax.tree.map(lambda g: g[0], gradients(1)))
 
 
+def test_sam_whose_optimizer_gets_gradients_of_its_own_may_be_around_it():
+    x = normal(WORLD, 8)
+    reduce = cgx_jax.sync_gradients("data", Identity(), mesh=MESH, exchange="xla")
+    inner = optax.chain(reduce, optax.sgd(1.0))
+    tx = optax.contrib.sam(inner, optax.sgd(0.1), opaque_mode=True)
+
+    def step(x):
+        gradient = lambda q, i: x * q  # noqa: E731
+        params = jnp.ones(8)
+        return tx.update(gradient(params, 0), tx.init(params), params, grad_fn=gradient)[0]
+
+    np.testing.assert_allclose(
+        on_ranks(step, MESH, out=P())(x), -(x * (1 + 0.1 * x)).mean(0), rtol=1e-6
+    )
+
+
 SKIPS = {
     "not finite": optax.skip_not_finite,
     "large": functools.partial(optax.skip_large_updates, max_squared_norm=1.0),
@@ -161,9 +177,7 @@ def test_multi_steps_after_it_accumulates_the_same_means_on_every_rank(kept):
 
 
 @pytest.mark.usefixtures("no_cache")
-@pytest.mark.parametrize(
-    "wrapper", ["apply_if_finite", pytest.param("MultiSteps", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("wrapper", ["apply_if_finite", "MultiSteps"])
 @pytest.mark.slow
 def test_an_adaptive_policy_measures_on_through_wrappers_after_it(wrapper):
     grads = gradients(6)
@@ -193,13 +207,12 @@ def accumulating_in_scan(tx, specs):
             return jax.tree.map(jnp.add, total, own), None
 
         zeros = jax.tree.map(jnp.zeros_like, varying)
-        total, _ = lax.scan(add, zeros, jax.tree.map(lambda x: x[0], micro))
+        total, _ = lax.scan(add, zeros, first(micro))
         grads = jax.tree.map(lambda x: x / len(jax.tree.leaves(micro)[0][0]), total)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    in_specs = (P(), specs, P("data"))
-    return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=in_specs, out_specs=(P(), specs)))
+    return sharded(step, MESH, (P(), specs, P("data")), (P(), specs))
 
 
 def accumulating_over_calls(tx, specs, k):
@@ -218,8 +231,7 @@ def accumulating_over_calls(tx, specs, k):
         return lax.cond((i + 1) % k == 0, apply, wait, params, state, total)
 
     split = (P(), specs, P("data"))
-    in_specs = (*split, P(), P("data"))
-    return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=in_specs, out_specs=split))
+    return sharded(step, MESH, (*split, P(), P("data")), split)
 
 
 @pytest.mark.slow
@@ -291,31 +303,24 @@ def test_injected_learning_rates_and_seeds_are_those_that_were_given():
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: optax.inject_hyperparams(cgx_jax.sync_gradients)("data", mesh=MESH),
-            "sync_gradients: mesh=.* is not a jax.sharding.Mesh.* inject the optimizer beside it",
-        ),
-        (
-            lambda: optax.inject_hyperparams(cgx_jax.sync_gradients)(0),
-            "sync_gradients: axis_name=.* is an array, not a name.* inject the optimizer beside it",
-        ),
-        (
-            lambda: optax.inject_hyperparams(lambda x: sync(memory=ErrorFeedback(x)))(x=0.5),
-            "ErrorFeedback: decay=.* is not a number.* after sync_gradients instead",
-        ),
-        (
-            lambda: optax.inject_hyperparams(lambda x: sync(memory=MomentumCorrection(x)))(x=0.5),
-            "MomentumCorrection: momentum=.* is not a number.* after sync_gradients instead",
-        ),
-    ],
-    ids=["mesh", "axis_name", "decay", "momentum"],
-)
-def test_what_cannot_be_injected_is_refused(make, message):
+INJECTED = {  # a function, its arguments, and what is said
+    "mesh": (cgx_jax.sync_gradients, {"axis_name": "data", "mesh": MESH},
+             "sync_gradients: mesh=.* is not a jax.sharding.Mesh.* inject the optimizer beside it"),
+    "axis_name": (
+        cgx_jax.sync_gradients, {"axis_name": 0},
+        "sync_gradients: axis_name=.* is an array, not a name.* inject the optimizer beside it"
+    ),
+    "decay": (lambda x: sync(memory=ErrorFeedback(x)), {"x": 0.5},
+              "ErrorFeedback: decay=.* is not a number.* after sync_gradients instead"),
+    "momentum": (lambda x: sync(memory=MomentumCorrection(x)), {"x": 0.5},
+                 "MomentumCorrection: momentum=.* is not a number.* after sync_gradients instead"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "given", "message"), INJECTED.values(), ids=INJECTED)
+def test_what_cannot_be_injected_is_refused(make, given, message):
     with pytest.raises(TypeError, match=message):
-        make().init(LIKE)
+        optax.inject_hyperparams(make)(**given).init(LIKE)
 
 
 OTHER_TYPES = {
@@ -353,12 +358,8 @@ def test_a_memory_that_was_copied_to_every_rank_is_refused():
     _, after = jax.pmap(tx.update, "data", devices=devices)(grads, own)
     assert after.memory[0]["w"].shape == (WORLD, 1, 40, 64)
 
-    def step(grads, state):
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
-
     for check_vma in (True, False):
-        whole = jax.shard_map(
-            step, mesh=MESH, in_specs=(P("data"), P()), out_specs=P(), check_vma=check_vma
-        )
+        step = lambda g, s: tx.update(first(g), s)  # noqa: E731
+        whole = sharded(step, MESH, (P("data"), P()), check_vma=check_vma)
         with pytest.raises(ValueError, match="Inside shard_map, split the state"):
             jax.eval_shape(whole, grads, state)

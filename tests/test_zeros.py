@@ -23,7 +23,7 @@ from cgx_jax.reductions import Levels, shares
 from cgx_jax.reductions.named import REDUCTIONS
 from cgx_jax.transforms import MomentumCorrection
 from optax_steps import run
-from worlds import on_ranks, ranks
+from worlds import on_ranks, placed, ranks, with_state
 
 RANKS, STEPS = 4, 2
 MESH = ranks(RANKS)
@@ -39,11 +39,8 @@ def gradients(dtype, shape=(61, 48)):
     rows[-1] = True  # the leaf's end, in a bucket that is shorter
     values = rng.random(shape) < 0.3
     x[..., rows, :], x[..., values] = 0, -0.0
-    return (
-        np.asarray(x, jnp.dtype(dtype)),
-        values | rows[:, None],
-        np.broadcast_to(rows[:, None], shape),
-    )
+    rows = np.broadcast_to(rows[:, None], shape)
+    return np.asarray(x, jnp.dtype(dtype)), values | rows, rows
 
 
 def means(code, grads, rules=(), **options):
@@ -106,10 +103,8 @@ def test_reductions(way, code, shape):
         code = SharedTernGrad(64)
     grads, values, rows = gradients("float32", SHAPES[shape])
 
-    def f(own):
-        key = jax.random.key(0)
-        return cgx_jax.psum_compressed(own, "data", code, key=key, exchange="xla", **WAYS[way])
-
+    how = {"key": jax.random.key(0), "exchange": "xla"} | WAYS[way]
+    f = functools.partial(cgx_jax.psum_compressed, axis_name="data", compressor=code, **how)
     total = on_ranks(f, MESH, out=P())(grads[0])
     if shape == "shares are flat" and way.startswith(("ring", "levels")):
         check("move", [np.asarray(total)], rows, rows)
@@ -222,11 +217,10 @@ def test_a_scattered_sum_and_a_gathered_array(code, dimension):
     grads, values, rows = gradients("float32", (64, 192))
 
     def f(own):
+        by = "data", code
         how = {"tiled": True, "exchange": "xla"}
-        part = cgx_jax.psum_scatter_compressed(
-            own, "data", code, scatter_dimension=dimension, **how
-        )
-        return cgx_jax.all_gather_compressed(part, "data", code, axis=dimension, **how)
+        part = cgx_jax.psum_scatter_compressed(own, *by, scatter_dimension=dimension, **how)
+        return cgx_jax.all_gather_compressed(part, *by, axis=dimension, **how)
 
     total = on_ranks(f, MESH)(grads[0])
     check("rows", np.asarray(total), values, rows)
@@ -250,25 +244,16 @@ def test_embedding_rows_that_nobody_looks_up(bits, precondition):
     table = jax.device_put(rng.normal(size=(words, width)).astype(np.float32), everywhere)
     tokens = rng.integers(0, words, (steps, RANKS, 32), np.int32)
     code = Quantize(bits, rotation=precondition is not None)
-    sync = cgx_jax.sync_gradients(
-        "data", code, precondition=precondition, exchange=Xla(), mesh=MESH
-    )
-    first = sync.init(table)
-    first = jax.device_put(first, cgx_jax.state_shardings(first, "data", MESH))
-    specs = cgx_jax.state_specs(first, "data")
+    how = {"precondition": precondition, "exchange": Xla(), "mesh": MESH}
+    sync = cgx_jax.sync_gradients("data", code, **how)
+    first = placed(sync.init(table), MESH)
 
-    @jax.jit  # one program for all optimizers
-    @functools.partial(
-        jax.shard_map,
-        mesh=MESH,
-        in_specs=(P(), specs, P("data")),
-        out_specs=(P(), specs),
-        check_vma=False,
-    )
-    def mean(table, state, tokens):
+    def mean(table, tokens, state):
         loss = lambda table: jnp.square(table[tokens[0]] - 1).sum()  # noqa: E731
         return sync.update(jax.grad(loss)(table), state, table)
 
+    # One program for all optimizers.
+    mean = jax.jit(with_state(mean, MESH, first, P(), P("data"), check_vma=False))
     for optimizer in OPTIMIZERS.values():
 
         @jax.jit
@@ -279,7 +264,7 @@ def test_embedding_rows_that_nobody_looks_up(bits, precondition):
         new, state, own = table, first, jax.device_put(optimizer.init(table), everywhere)
         with jax.numpy_dtype_promotion("standard"):  # as Optax is written
             for t in range(steps):
-                gradient, state = mean(new, state, tokens[t])
+                gradient, state = mean(new, tokens[t], state)
                 new, own = moved_by(gradient, own, new)
         touched = np.zeros(words, bool)
         touched[np.asarray(tokens)] = True

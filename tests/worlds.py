@@ -4,13 +4,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 
 RANKS = P("data")
+# Older versions of JAX cannot call on a stream of the GPU.
+needs_streams = pytest.mark.skipif(
+    jaxlib.version.__version_info__ < (0, 11), reason="fused calls on CUDA need jaxlib 0.11"
+)
 first = functools.partial(jax.tree.map, lambda x: x[0])
 stacked = functools.partial(jax.tree.map, lambda x: x[None])
 
@@ -44,6 +50,11 @@ def on_ranks(f, mesh, *, out=None, check_vma=True):
         check_vma=check_vma,
     )
     return jax.jit(mapped)
+
+
+def sharded(f, mesh, given, out=P(), **options):  # noqa: B008
+    """Returns f of what each rank has by the specs `given`, compiled; `out` are its results'."""
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=given, out_specs=out, **options))
 
 
 def with_state(f, mesh, state, *given, out=P(), axis="data", **options):  # noqa: B008

@@ -42,13 +42,21 @@ def loads(text: str) -> Any:
         raise ValueError(f"it has more than {MOST_CHARACTERS} characters")
     try:
         text.encode()
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_twins)
     except UnicodeEncodeError:
         raise ValueError("it is not UTF-8 text") from None
     except RecursionError:
         raise ValueError("it nests too deep to be read") from None
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from None
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twin = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"an object has {shown(twin)} twice")
+    return fields
 
 
 def check_version(fields: Any, name: str, known: int) -> None:

@@ -356,7 +356,8 @@ class Adaptive(Policy):
         """
         saved = checkpoint.load(state)
         if self._leaves is None:
-            self._saved = state
+            seen = saved.leaves or saved.step
+            self._saved = state if seen else None
             return
         _check_same(self._leaves, saved_leaves(saved.leaves), "the saved policy's")
         sizes = len(self._adaptive), len(self.sampler.candidates)
@@ -383,20 +384,26 @@ def _check_options(policy: Adaptive) -> None:
     policy.solver.check(np.array(widths))
 
 
+_ONE_TREE = (
+    "use one policy for one tree. Where optax.multi_transform splits it, put one sync_gradients "
+    "before that."
+)
+
+
 def _check_same(ours: Sequence[Leaf], theirs: Sequence[Leaf], of: str) -> None:
     """Raises ValueError at the first leaf that differs from `theirs`, the leaves of `of`."""
     for a, b in zip(ours, theirs, strict=False):
         if a != b:
             raise ValueError(
                 f"Adaptive: the tree has leaf {a.path!r} {a.dtype}{list(a.shape)} where {of} has "
-                f"{b.path!r} {b.dtype}{list(b.shape)}; use one policy for one tree."
+                f"{b.path!r} {b.dtype}{list(b.shape)}; {_ONE_TREE}"
             )
     if len(ours) != len(theirs):
         longer, which = (ours, "the tree") if len(ours) > len(theirs) else (theirs, of)
         path = longer[min(len(ours), len(theirs))].path
         raise ValueError(
             f"Adaptive: the tree has {len(ours)} leaves and {of} {len(theirs)}; leaf {path!r} of "
-            f"{which} is the first without a counterpart. Use one policy for one tree."
+            f"{which} is the first without a counterpart; {_ONE_TREE}"
         )
 
 

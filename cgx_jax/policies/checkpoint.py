@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from cgx_jax.compressors import Compressor
 from cgx_jax.host import untrusted
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import statistics
-from cgx_jax.policies.decide import Compressors, Refresh
+from cgx_jax.policies.decide import OUTCOMES, Compressors, Refresh
 from cgx_jax.policies.statistics import Statistics
 
 FORMAT = 5
@@ -118,9 +119,32 @@ def load(state: Json) -> Saved:
     try:
         untrusted.check_version(state, "format", FORMAT)
         saved: Saved = untrusted.typed(state, Saved, "it")
+        _check(saved)
     except ValueError as error:
         raise ValueError(f"Adaptive: the saved policy cannot be read: {error}. {_AGAIN}") from None
     return saved
+
+
+def _check(saved: Saved) -> None:
+    """Raises ValueError for numbers that no training makes."""
+    untrusted.whole(saved.step, "step")
+    if len(saved.current.plans) > 1:
+        raise ValueError(f"current has {len(saved.current.plans)} plans, but one holds at a time")
+    for i, look in enumerate(saved.history):
+        where = f"history[{i}]"
+        untrusted.whole(look.step, f"{where} step")
+        if look.outcome not in OUTCOMES:
+            raise ValueError(
+                f"{where} outcome={untrusted.shown(look.outcome)} is none of {OUTCOMES}"
+            )
+        if look.outcome != "unusable" and look.bits:
+            untrusted.positive(look.norm, f"{where} norm")
+    if saved.pending is not None:
+        due, (weight, error, square, nonfinite) = saved.pending
+        untrusted.whole(due, "pending[0]")
+        for x in itertools.chain(weight, square, nonfinite, *error):
+            if x < 0:
+                raise ValueError(f"pending has {x:g}, but its squares and counts are 0 or more")
 
 
 def restore(saved: Saved, known: Sequence[Compressor], adaptive: int, candidates: int) -> Progress:
@@ -173,10 +197,13 @@ def _statistics(sums: Any, adaptive: int, candidates: int) -> Statistics:
 
 def saved_leaves(saved: Sequence[tuple[str, tuple[int, ...], str]]) -> tuple[Leaf, ...]:
     """The leaves of `Saved`; raises ValueError for an unknown dtype."""
-    try:
-        return tuple(Leaf(path, shape, np.dtype(dtype)) for path, shape, dtype in saved)
-    except TypeError as error:
-        raise ValueError(
-            f"Adaptive: the saved policy has a leaf of no known dtype ({error}); pass the state "
-            "that state_dict returned."
-        ) from None
+    leaves = []
+    for path, shape, name in saved:
+        try:
+            leaves.append(Leaf(path, shape, np.dtype(name)))
+        except (SyntaxError, TypeError, ValueError):
+            raise ValueError(
+                f"Adaptive: the saved policy has a leaf of dtype {untrusted.shown(name)}, which is "
+                "not known; pass the state that state_dict returned."
+            ) from None
+    return tuple(leaves)

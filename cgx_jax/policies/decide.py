@@ -16,6 +16,7 @@ from cgx_jax.policies.problem import Problem
 from cgx_jax.policies.solvers import Solver
 
 Compressors = tuple[Compressor, ...]
+OUTCOMES = "changed", "kept", "bounded", "unusable"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -322,12 +322,14 @@ def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
             make = functools.partial(compressor.init, leaf.shape, leaf.dtype)
             wanted: Any = jax.eval_shape(make) if has_state(compressor, leaf) else ()
             shapes = [list(x.shape) for x in jax.tree.leaves(wanted)]
-            kept = [s] if compressor.shares_state else [o]
-            if len(some) > 1:
-                kept = [x[place] for x in kept if isinstance(x, tuple) and len(x) == len(some)]
+            kept = s if compressor.shares_state else o
+            each = isinstance(kept, tuple) and len(kept) == len(some)
+            if len(some) > 1 and each:
+                kept = kept[place]
             skip = 0 if compressor.shares_state else 1  # the row of this rank
             found = [list(x.shape[skip:]) for x in jax.tree.leaves(kept)]
-            if shapes != found:
+            known: Any = jax.tree.structure(wanted)
+            if shapes != found or jax.tree.structure(kept) != known or not (each or len(some) == 1):
                 raise ValueError(
                     f"{caller}: the state of {compressor} of leaf {leaf.path!r} is {found} here, "
                     f"but its init makes {shapes}. It was made for another shape, or with other "

@@ -407,6 +407,12 @@ class _Workers:
                 f"{self.name}: the state has {len(state.fragments)} fragments, but these leaves "
                 f"have {len(parts)}. {remedy}"
             )
+        inner: Any = jax.eval_shape(self.inner.init, like)
+        both = inner, own_row(state.optimizer)
+        shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in both]
+        same: Any = jax.tree.structure(inner)
+        if jax.tree.structure(state.optimizer) != same or shapes[0] != shapes[1]:
+            raise ValueError(f"{self.name}: the state is of another inner optimizer. {remedy}")
         for part, fragment in zip(parts, state.fragments, strict=True):
             own = part.of(like)
             none: Any = jax.tree.structure(())

@@ -134,7 +134,8 @@ def sync_gradients(
 
     Raises ValueError while tracing for what `pmean_compressed` refuses, for a memory around a
     compressor that would let it grow, for a memory if `init` cannot know the number of ranks, for
-    `apply_if_finite` around it and, under check_vma, for `MultiSteps` around it. Raises TypeError
+    `apply_if_finite` or transparent `sam` around it and, under check_vma, for `MultiSteps` around
+    it and for a state that would differ between devices that share a rank. Raises TypeError
     for an option of a wrong type. Source: CGX (Markov et al., Middleware 2022).
     """
     import optax

@@ -110,7 +110,7 @@ def keep(root: Path, key: Key, setting: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files.write(folder / f"{key.tree}.json", json.dumps(fields, indent=1) + "\n")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         warnings.warn(
             f"Tuner: the setting cannot be written to {str(folder)!r} ({error}), so the next run "
             "measures again; pass cache= with a folder that can be written, or False.",

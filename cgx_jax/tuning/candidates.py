@@ -83,17 +83,23 @@ def candidates(
     parts = (None, *offered.reductions), (None, *offered.levels), sizes
     for setting in itertools.starmap(Setting, itertools.product(offered.exchanges, *parts)):
         try:
-            program = _program(setting, asked)
-            for call in asked:
-                for plan in call.later:
-                    _buffers(setting, call, plan)
-        except ValueError:  # it is wrong for a compressor of some plan
+            program = _program(fits(setting, asked), asked)
+        except ValueError:
             continue
         if program not in known:
             known.add(program)
             found.append(_candidate(setting, program, asked, profile))
     ranked = sorted(found, key=lambda c: (-c.setting.fusion_bytes, _cost(c)))
     return [exact, *(c for c in ranked if _cost(c) < _limit(c, exact))]
+
+
+def fits(setting: Setting, asked: Sequence[Asked]) -> Setting:
+    """Returns the setting; raises ValueError if it is wrong for a compressor of some plan."""
+    _program(setting, asked)
+    for call in asked:
+        for plan in call.later:
+            _buffers(setting, call, plan)
+    return setting
 
 
 def _cost(candidate: Candidate) -> tuple[bool, float]:

@@ -24,7 +24,7 @@ from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.route.route import Choices, Chooser, Options
 from cgx_jax.tuning import cache as kept
-from cgx_jax.tuning.candidates import Asked, Candidate, candidates, streams
+from cgx_jax.tuning.candidates import Asked, Candidate, candidates, fits, streams
 from cgx_jax.tuning.race import Search, Turns, search
 from cgx_jax.tuning.setting import Offered, Setting
 
@@ -190,7 +190,8 @@ class Tuner(Chooser):
         if jax.process_index() == 0 and len(found) > 1:
             known = None
             if self._folder is not None:
-                known = kept.find(self._folder, key, self._offered.setting)
+                parse = lambda fields: fits(self._offered.setting(fields), self._asked)  # noqa: E731
+                known = kept.find(self._folder, key, parse)
             if known is not None:
                 first = [known]
             else:

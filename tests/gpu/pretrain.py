@@ -77,11 +77,7 @@ def main() -> int:
 
         def init(places):
             return jax.vmap(
-                optimizer.init,
-                in_axes=None,
-                out_axes=places,
-                axis_name="ranks",
-                axis_size=WORLD,
+                optimizer.init, in_axes=None, out_axes=places, axis_name="ranks", axis_size=WORLD
             )
 
         places = jax.tree.map(
