@@ -317,7 +317,7 @@ REFUSED = {
     "a named tuple": (lambda p, x, y: vag(lambda p, b: loss_fn(p, *b))(p, Pair(x, y[:32])),
                       r"b\.x float32\[64,32\], b\.value float32\[32,32\]"),
     "a teacher": (lambda p, x, y: vag(lambda p, t, *b: loss_fn(p, *b) + loss_fn(t, *b))(p, p, x, y),
-                  r"in_specs=\{'t': P\(\), 'x': P\('data'\)"),
+                  r"in_specs=\{'t': P\(\), 'b0': P\('data'\)"),
     "class weights of as many classes as examples": (
         lambda p, x, y: vag(with_class_weights)(p, x, y, jnp.arange(64.0)),
         r"own part: .*test_value_and_grad.py",
