@@ -46,7 +46,7 @@ def local(mesh, optimizer=None):
 # Every kind of state that holds something of each leaf.
 KINDS = {
     "feedback": lambda mesh: sync(mesh, memory=ErrorFeedback()),
-    "momentum": lambda mesh: sync(mesh, memory=MomentumCorrection()),
+    "momentum": lambda mesh: sync(mesh, memory=MomentumCorrection(learning_rate=rate)),
     "rooms": lambda mesh: sync(mesh, Threshold(0.5), ErrorFeedback()),
     "units": lambda mesh: sync(mesh, precondition=SecondMoment()),
     "shared codes": lambda mesh: sync(mesh, PowerSGD(2)),

@@ -323,15 +323,16 @@ def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
             wanted: Any = jax.eval_shape(make) if has_state(compressor, leaf) else ()
             shapes = [list(x.shape) for x in jax.tree.leaves(wanted)]
             kept = s if compressor.shares_state else o
-            each = isinstance(kept, tuple) and len(kept) == len(some)
-            if len(some) > 1 and each:
-                kept = kept[place]
+            if len(some) > 1:
+                whole = isinstance(kept, tuple) and len(kept) == len(some)
+                kept = kept[place] if whole else None
             skip = 0 if compressor.shares_state else 1  # the row of this rank
             found = [list(x.shape[skip:]) for x in jax.tree.leaves(kept)]
             known: Any = jax.tree.structure(wanted)
-            if shapes != found or jax.tree.structure(kept) != known or not (each or len(some) == 1):
+            if shapes != found or jax.tree.structure(kept) != known:
+                held = "that of other compressors" if shapes == found else found
                 raise ValueError(
-                    f"{caller}: the state of {compressor} of leaf {leaf.path!r} is {found} here, "
+                    f"{caller}: the state of {compressor} of leaf {leaf.path!r} is {held} here, "
                     f"but its init makes {shapes}. It was made for another shape, or with other "
                     f"options. {remedy}"
                 )

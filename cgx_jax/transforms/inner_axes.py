@@ -18,7 +18,7 @@ from cgx_jax.leaves import leaves_of, map_with_paths, path_of
 from cgx_jax.transforms.checks import require_whole
 from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.own_rows import is_bound
-from cgx_jax.transforms.state import SyncState, is_any_tree, state_specs
+from cgx_jax.transforms.state import SyncState, as_memory, is_any_tree, state_specs, trees_of
 
 Step = Callable[[Pytree, Any, tuple[Cut, ...]], tuple[Pytree, Any]]
 
@@ -203,12 +203,8 @@ def on_shards(
     if isinstance(state, SyncState) and any(map(len, specs)):
         require_whole(caller, state)
         rows = [PartitionSpec(None, *spec) for spec in specs]
-        tree = jax.tree.unflatten(treedef, rows)
-        known: Any = jax.tree.structure(updates)
-        memory = jax.tree.map(
-            lambda _: tree, state.memory, is_leaf=lambda x: jax.tree.structure(x) == known
-        )
-        kept = kept._replace(memory=memory)
+        memory = tuple(jax.tree.unflatten(treedef, rows) for _ in trees_of(state.memory))
+        kept = kept._replace(memory=as_memory(memory, state.memory))
     if axes & set(mesh.explicit_axes):  # there, what enters must be typed as in_specs say
         updates, state = jax.tree.map(jax.reshard, (updates, state), (like, kept))
     means, after = jax.shard_map(

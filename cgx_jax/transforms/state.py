@@ -303,12 +303,17 @@ def trees_of(memory: Any) -> tuple[Pytree, ...]:
     return trees
 
 
+def as_memory(trees: Any, like: Pytree) -> Pytree:
+    """Returns trees in the place of those of the memory `like`."""
+    return InRates(trees) if isinstance(like, InRates) else trees
+
+
 def rows_after(memory: Pytree, rows: list[tuple[jax.Array, ...]], axes: Axes) -> Pytree:
     """Returns the memory after a step, whose leaves have these rows; () if there is none."""
     if not (trees := trees_of(memory)):
         return ()
     new = as_rows(axes, by_tree(rows, jax.tree.structure(trees[0]), len(trees)))
-    return InRates(new) if isinstance(memory, InRates) else new
+    return as_memory(new, memory)
 
 
 def overflow_after(overflow: Pytree, counts: list[jax.Array], axes: Axes) -> Pytree:
