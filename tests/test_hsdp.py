@@ -285,11 +285,11 @@ def test_arrays_given_as_specs_may_be_donated():
 def test_a_memory_is_sharded_like_its_parameters_from_the_start():
     mesh, params, x, y = case()
     with jax.set_mesh(mesh):
-        f = under_value_and_grad(memory=ErrorFeedback())
+        f = under_value_and_grad(memory=ErrorFeedback(learning_rate=lambda step: 0.1))
         first = f.init(params)
         _, later = jax.jit(f.apply)(first, params, x, y)
     for state in (first, later):
-        found = jax.tree.map(lambda m: tuple(m.sharding.spec), state.memory[0])
+        found = jax.tree.map(lambda m: tuple(m.sharding.spec), state.memory.trees[0])
         assert found["layers"]["up"] == ("replica", *SPECS["layers"]["up"])
         assert found["head"] == ("replica", *SPECS["head"])
 
