@@ -17,6 +17,7 @@ import importlib.util
 import os
 import signal
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -56,9 +57,10 @@ def main() -> int:
 
 def _is_of_target(error: OSError) -> bool:
     """Whether an error comes from what `compare` has imported."""
-    known = sys.stdlib_module_names | {"cgx_jax", "jax", "jaxlib", "numpy", "matplotlib", "rich"}
+    paths = sysconfig.get_paths()
+    known = "<", str(Path(__file__).parent), *(paths[x] for x in ("stdlib", "purelib", "platlib"))
     frames = traceback.walk_tb(error.__traceback__)
-    return any(f.f_globals.get("__name__", "").partition(".")[0] not in known for f, _ in frames)
+    return not all(frame.f_code.co_filename.startswith(known) for frame, _ in frames)
 
 
 def _run() -> int:

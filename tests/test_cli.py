@@ -10,7 +10,7 @@ import cgx_jax
 from cgx_jax import Quantize, __main__
 from cgx_jax.choice import Profile
 from cgx_jax.commands import charts, doctor, rig
-from processes import command_line, finish, launched
+from processes import command_line, finish, launched, start
 
 NO_LINK = rig.missing()
 
@@ -30,6 +30,14 @@ def test_doctor_names_what_is_there_and_what_mends_the_rest():
     assert "within the error bound" in found["self-test"]
     if "not installed" in found["MPI"]:
         assert "-> pip install mpi4py mpich" in out
+
+
+def test_a_full_disk_is_said_in_a_line():
+    command = f"{sys.executable} -m cgx_jax doctor --devices 2 > /dev/full"
+    code, _, error = finish(start(["sh", "-c", command]))
+    assert code == 1
+    assert error.splitlines()[-1].startswith("python -m cgx_jax: [Errno 28]")
+    assert "Traceback" not in error
 
 
 @pytest.mark.slow

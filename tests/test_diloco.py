@@ -1,12 +1,14 @@
 """DiLoCo, local steps and their kin against a NumPy reference of a few lines."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -15,7 +17,7 @@ from cgx_jax.compressors import TopK
 from cgx_jax.policies import Stages
 from cgx_jax.transforms import diloco, local_params, local_steps
 from hlo import collectives
-from worlds import RANKS, first, ranks, stacked, with_state
+from worlds import RANKS, first, normal, ranks, sharded, stacked, with_state
 from worlds import placed as placed_on
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
@@ -586,6 +588,42 @@ def test_what_waits_is_applied_once_whatever_the_delay_is_then(before, now):
     changes = [i + 1 for i in range(12) if path[i] != (path[i - 1] if i else 0)]
     assert changes == ([5, 11] if before == 1 else [7, 9])
     assert path[changes[0] - 1] == 4
+
+
+@pytest.mark.parametrize("mesh", [MESH, None], ids=["mesh", "set_mesh"])
+def test_a_state_can_be_donated(mesh):
+    tx = diloco(optax.sgd(0.1), "data", every=3, delay=1, fragments=2, mesh=mesh)
+    with jax.set_mesh(MESH):
+        state = tx.init(START)
+    jax.block_until_ready(jax.jit(lambda s: s, donate_argnums=0)(state))
+
+
+def test_a_worker_may_be_ranks_that_reduce_and_keep_a_memory():
+    mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("pod", "data"))
+    memory = {"memory": ErrorFeedback(), "mesh": mesh, "exchange": "xla"}
+    reduces = {
+        "exact": optax.stateless(lambda grads, _: lax.pmean(grads, "data")),
+        "8 bits": cgx_jax.sync_gradients("data", Quantize(8), **memory),
+    }
+    x, start = normal(4, 8, 32), {"w": jnp.ones((32, 32))}
+
+    def steps(params, x, reduce):
+        tx = diloco(optax.chain(reduce, optax.sgd(0.1)), "pod", Identity(), every=2, mesh=mesh)
+        state, shared = tx.init(params), params
+        for _ in range(4):
+            own = local_params(shared, state)
+            own = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), own)
+            grads = jax.grad(lambda p: jnp.square(x[0] @ p["w"]).mean())(own)
+            updates, state = tx.update(grads, state, shared)
+            shared = optax.apply_updates(shared, updates)
+        return shared
+
+    found = {}
+    for name, reduce in reduces.items():
+        f = functools.partial(steps, reduce=reduce)
+        found[name] = sharded(f, mesh, (P(), P(("pod", "data"))))(start, x)["w"]
+    moved = np.abs(found["exact"] - 1).max()
+    np.testing.assert_allclose(found["8 bits"], found["exact"], atol=0.02 * moved)
 
 
 CASTS = {  # a part of the state, and what is said

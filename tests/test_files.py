@@ -45,6 +45,11 @@ def test_a_file_that_cannot_be_replaced_is_written_to(tmp_path):
     assert [*tmp_path.iterdir()] == [path]
 
 
+def test_a_folder_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(OSError, match="directory"):
+        agreement.writable(tmp_path)
+
+
 def test_what_is_no_file_is_written_to(tmp_path):
     read, write = os.pipe()
     agreement.writable(f"/proc/self/fd/{write}")

@@ -17,7 +17,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import ErrorFeedback, Plan, Quantize, Rules, SecondMoment, resize_state, transforms
+from cgx_jax import (
+    ErrorFeedback,
+    Plan,
+    Quantize,
+    Rule,
+    Rules,
+    SecondMoment,
+    resize_state,
+    transforms,
+)
 from cgx_jax.compressors import Identity, PowerSGD, Signum, Threshold
 from cgx_jax.policies import Adaptive
 from cgx_jax.transforms import MomentumCorrection, local_params, local_steps, scatter_gradients
@@ -484,6 +493,20 @@ def test_devices_that_share_a_rank_do_not_keep_different_states(options, mesh_2d
     with pytest.raises(ValueError, match=says):
         run(False)
     run(True)
+
+
+def test_a_leaf_s_state_may_differ_where_its_own_gradient_does(mesh_2d):
+    """A sharded leaf beside one that all devices of a rank share."""
+    rules = [Rule(Quantize(4), "a"), Rule(PowerSGD(2), "b")]
+    tx = cgx_jax.sync_gradients("data", Rules(rules, exact=()), mesh=mesh_2d, exchange="xla")
+    state = tx.init(zeros({"a": (64, 64), "b": (64, 64)}))
+
+    def step(x, state):
+        return tx.update({"a": x[0], "b": jax.lax.pmean(x[0], "model")}, state)
+
+    out = {"a": P("model"), "b": P()}
+    f = with_state(step, mesh_2d, state, P(mesh_2d.axis_names), out=out)
+    jax.eval_shape(f, np.ones((8, 64, 64), np.float32), state)
 
 
 def test_what_a_narrow_gradient_cannot_carry_waits_in_a_wider_memory(mesh):

@@ -56,14 +56,14 @@ def writable(path: str | os.PathLike[str] | None) -> None:
     problem = ""
     if path is not None and jax.process_index() == 0:
         file = Path(path)
-        there = file.exists()
         try:
+            there = file.exists()
             file.resolve().parent.mkdir(parents=True, exist_ok=True)
-            if not there or file.is_file():
+            if not there or file.is_file() or file.is_dir():
                 file.open("a").close()
             if not there:
                 file.resolve().unlink()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # of a name with a null character
             problem = str(error)
     if problem := broadcast(problem.encode()).decode():
         raise OSError(problem)

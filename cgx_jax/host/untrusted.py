@@ -47,15 +47,22 @@ def loads(text: str) -> Any:
         raise ValueError("it is not UTF-8 text") from None
     except RecursionError:
         raise ValueError("it nests too deep to be read") from None
+    except _TwinError:
+        raise
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from None
 
 
+class _TwinError(ValueError):
+    pass
+
+
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        twin = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"an object has {shown(twin)} twice")
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise _TwinError(f"an object has {shown(key)} twice")
+        fields[key] = value
     return fields
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 import jax
@@ -229,7 +228,7 @@ def _refuse(
 
     several = [x for x in owned.values() if {specs[i] for i in x} == {ranks.spec(0), Spec()}]
     if several:
-        wholes = (x for n in range(len(several) + 1) for x in combinations(several, n))
+        wholes = [], *([own] for own in several), several
         tried = (specs | {i: Spec() for own in whole for i in own} for whole in wholes)
         specs = next((x for x in tried if ranks.spec(0) in x.values() and fits(x)), specs)
     written = {}

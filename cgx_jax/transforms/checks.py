@@ -80,6 +80,7 @@ def require_options(caller: str, memory: Any, precondition: Any, seed: Any) -> N
     if not known and (not whole or np.ndim(seed)):
         raise TypeError(f"{caller}: seed={seed!r} is not an integer; pass a Python int.")
     bits, most = (64, 2**63) if jax.config.jax_enable_x64 else (32, 2**32)
+    most = 2**64 if bits == 64 and isinstance(seed, np.uint64) else most
     if not isinstance(seed, jax.Array) and not -(2 ** (bits - 1)) <= seed < most:
         raise ValueError(
             f"{caller}: seed={seed} does not fit into {bits} bits; pass a smaller one."

@@ -208,10 +208,12 @@ class _Workers:
         def moved() -> Pytree:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
-        counts = [jnp.zeros((), jnp.int32)] * 2
-        if self.mesh is not None and not is_bound(names_of(self.axis_name)):
-            counts = lax.with_sharding_constraint(counts, NamedSharding(self.mesh, PartitionSpec()))
-        step, left = counts
+        def none() -> Any:
+            count = jnp.zeros((), jnp.int32)  # each its own array, so that it can be donated
+            if self.mesh is None or is_bound(names_of(self.axis_name)):
+                return count
+            at = NamedSharding(self.mesh, PartitionSpec())
+            return lax.with_sharding_constraint(count, at)
 
         def none_sent(own: Pytree) -> tuple[Pytree, Pytree]:
             if not self.delay:
@@ -225,13 +227,13 @@ class _Workers:
             make = functools.partial(none_sent, part.of(like))
             waiting, ticket = rows_of(make, self.axis_name, self.mesh, self.name)
             outer = self._outer_init(own)
-            late = waiting, ticket, left if self.delay else ()
+            late = waiting, ticket, none() if self.delay else ()
             made.append(Fragment(part.sync.init(own), outer, *late))
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
         return LocalState(
-            step,
+            none(),
             rows_of(moved, self.axis_name, self.mesh, self.name),
             rows_of(self.inner.init, self.axis_name, self.mesh, self.name, operands=(params,)),
             fragments,
@@ -256,7 +258,7 @@ class _Workers:
         if params is not None:
             _require_as_wide(self.name, before, params)
         parts = self._parts(before)  # what is sent has the parameters' dtypes
-        self._check(state, parts, before)
+        self._check(axes, state, parts, before)
         here = None if params is None else jax.tree.map(jnp.add, params, before)
         step = optax.with_extra_args_support(self.inner).update
         updates, own = step(updates, own_row(state.optimizer), here, **extra_args)
@@ -398,7 +400,7 @@ class _Workers:
                     "cgx_jax.transforms.local_params(params, state), and leave out lax.pmean."
                 )
 
-    def _check(self, state: LocalState, parts: list[_Part], like: Pytree) -> None:
+    def _check(self, axes: Axes, state: LocalState, parts: list[_Part], like: Pytree) -> None:
         """Raises ValueError for a state that was made with other options."""
         remedy = "Use the state that init returned with these options."
         require_count(self.name, "step", state.step)
@@ -407,7 +409,11 @@ class _Workers:
                 f"{self.name}: the state has {len(state.fragments)} fragments, but these leaves "
                 f"have {len(parts)}. {remedy}"
             )
-        inner: Any = jax.eval_shape(self.inner.init, like)
+
+        def init(like: Pytree) -> Pytree:
+            return self.inner.init(jax.tree.map(lambda x: _shared(axes, x), like))
+
+        inner: Any = jax.eval_shape(init, like)
         both = inner, own_row(state.optimizer)
         shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in both]
         same: Any = jax.tree.structure(inner)

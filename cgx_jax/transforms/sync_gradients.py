@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -270,12 +271,15 @@ class Sync:
 
     def _require_kept(self, updates: Pytree, state: SyncState) -> None:
         """Raises ValueError if the state, as typed, is one of several that it would become."""
-        leaves, names = jax.tree.leaves(updates), frozenset(self._names)
-        over = [_compat.varying_axes(x) - names for x in leaves]
-        rest = state.moments[1:], state.statistics, state.codes, state.overflow
-        kept = [(frozenset[str]().union(*over), x) for x in jax.tree.leaves(rest)]
-        for tree in trees_of(state.memory):
-            kept += zip(over, jax.tree.leaves(tree), strict=False)
+        treedef: Any = jax.tree.structure(updates)
+        over = [_compat.varying_axes(x) - {*self._names} for x in jax.tree.leaves(updates)]
+        of_all: frozenset[str] = frozenset().union(*over)
+        kept = [(of_all, x) for x in jax.tree.leaves((state.moments[1:], state.statistics))]
+        of_leaves = *trees_of(state.memory), *(state.codes or ()), state.overflow
+        for tree in of_leaves:
+            with contextlib.suppress(ValueError):  # of other leaves, which is refused later
+                parts = zip(over, treedef.flatten_up_to(tree), strict=True)
+                kept += [(axes, x) for axes, part in parts for x in jax.tree.leaves(part)]
         if lacking := sorted(other for axes, x in kept for other in axes - _compat.varying_axes(x)):
             raise ValueError(
                 f"{self.name}: gradients also vary over axis {lacking[0]!r}, but the state does "
