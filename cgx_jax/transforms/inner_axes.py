@@ -18,7 +18,14 @@ from cgx_jax.leaves import leaves_of, map_with_paths, path_of
 from cgx_jax.transforms.checks import require_whole
 from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.own_rows import is_bound
-from cgx_jax.transforms.state import SyncState, as_memory, is_any_tree, state_specs, trees_of
+from cgx_jax.transforms.state import (
+    InRates,
+    SyncState,
+    as_memory,
+    is_any_tree,
+    state_specs,
+    trees_of,
+)
 
 Step = Callable[[Pytree, Any, tuple[Cut, ...]], tuple[Pytree, Any]]
 
@@ -204,7 +211,7 @@ def on_shards(
         require_whole(caller, state)
         rows = [PartitionSpec(None, *spec) for spec in specs]
         memory = tuple(jax.tree.unflatten(treedef, rows) for _ in trees_of(state.memory))
-        kept = kept._replace(memory=as_memory(memory, state.memory))
+        kept = kept._replace(memory=as_memory(memory, isinstance(state.memory, InRates)))
     if axes & set(mesh.explicit_axes):  # there, what enters must be typed as in_specs say
         updates, state = jax.tree.map(jax.reshard, (updates, state), (like, kept))
     means, after = jax.shard_map(

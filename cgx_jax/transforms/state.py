@@ -303,9 +303,9 @@ def trees_of(memory: Any) -> tuple[Pytree, ...]:
     return trees
 
 
-def as_memory(trees: Any, like: Pytree) -> Pytree:
-    """Returns trees in the place of those of the memory `like`."""
-    return InRates(trees) if isinstance(like, InRates) else trees
+def as_memory(trees: Any, in_rates: bool) -> Pytree:
+    """Returns the memory in a state that has these trees."""
+    return InRates(trees) if in_rates else trees
 
 
 def rows_after(memory: Pytree, rows: list[tuple[jax.Array, ...]], axes: Axes) -> Pytree:
@@ -313,7 +313,7 @@ def rows_after(memory: Pytree, rows: list[tuple[jax.Array, ...]], axes: Axes) ->
     if not (trees := trees_of(memory)):
         return ()
     new = as_rows(axes, by_tree(rows, jax.tree.structure(trees[0]), len(trees)))
-    return as_memory(new, memory)
+    return as_memory(new, isinstance(memory, InRates))
 
 
 def overflow_after(overflow: Pytree, counts: list[jax.Array], axes: Axes) -> Pytree:
@@ -340,7 +340,7 @@ def state_of_any_tree(
     leaf = jnp.zeros((), jnp.int32)
     return SyncState(
         step=leaf,
-        memory=_marked(memory, (params,) * kept_by(memory)),
+        memory=() if memory is None else as_memory((params,) * kept_by(memory), memory.in_rates),
         statistics=leaf if adapts else (),
         moments=() if precondition is None else Moments(params, *[leaf] * 5),
         codes=leaf,
@@ -354,10 +354,6 @@ def kept_by(memory: Memory | None) -> int:
     if memory is None:
         return 0
     return len(jax.eval_shape(memory.init, jax.ShapeDtypeStruct((), jnp.float32)))
-
-
-def _marked(memory: Memory | None, trees: Any) -> Pytree:
-    return InRates(trees) if memory is not None and memory.in_rates else trees
 
 
 def init_memory(
@@ -379,7 +375,8 @@ def init_memory(
     count = kept_by(memory)
     make = lambda: by_tree([memory.init(x) for x in like], treedef, count)  # noqa: E731
     specs = [(PartitionSpec() if s is None else s.spec,) * count for s in shardings]
-    return _marked(memory, rows_of(make, axis_name, mesh, caller, by_tree(specs, treedef, count)))
+    rows = rows_of(make, axis_name, mesh, caller, by_tree(specs, treedef, count))
+    return as_memory(rows, memory.in_rates)
 
 
 def init_overflow(

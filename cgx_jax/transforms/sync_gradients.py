@@ -136,8 +136,8 @@ def sync_gradients(
     Raises ValueError while tracing for what `pmean_compressed` refuses, for a memory around a
     compressor that would let it grow, for a memory if `init` cannot know the number of ranks, for
     `apply_if_finite` or transparent `sam` around it and, under check_vma, for `MultiSteps` around
-    it and for a state that would differ between devices that share a rank. Raises TypeError
-    for an option of a wrong type. Source: CGX (Markov et al., Middleware 2022).
+    it and for a state that would differ between devices that share a rank. Raises TypeError for an
+    option of a wrong type. Source: CGX (Markov et al., Middleware 2022).
     """
     import optax
 
@@ -270,7 +270,7 @@ class Sync:
                 )
 
     def _require_kept(self, updates: Pytree, state: SyncState) -> None:
-        """Raises ValueError if the state, as typed, is one of several that it would become."""
+        """Raises ValueError if devices that share a rank would keep different states."""
         treedef: Any = jax.tree.structure(updates)
         over = [_compat.varying_axes(x) - {*self._names} for x in jax.tree.leaves(updates)]
         of_all: frozenset[str] = frozenset().union(*over)
