@@ -352,6 +352,7 @@ FROZEN = {  # what becomes of the gradients before they are reduced
     ids=["exact", "8 bits", "stages"],
 )
 @pytest.mark.parametrize("then", FROZEN.values(), ids=FROZEN)
+@pytest.mark.quick("*-8 bits-whole", "as they are-exact-specs", "cast-stages-whole")
 def test_zeros_of_frozen_parameters_need_not_vary_but_sums_of_jax_are_seen(then, policy, specs):
     mesh = Mesh(np.reshape(jax.devices()[:8], (4, 2)), ("data", "model"))
     like = {"frozen": np.ones(4, np.float32), "w": np.ones(4, np.float32)}
