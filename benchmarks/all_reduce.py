@@ -118,6 +118,23 @@ class Ranks(LinkTimer):
         self.links = "loopback" if self.distributed else "one process"
         super().__init__("all_reduce", Mesh(np.array(jax.devices()), ("ranks",)), "ranks")
 
+    def in_turns(self, steps: dict[Any, Callable[[], Any]], reps: int) -> dict[Any, np.ndarray]:
+        """Returns the slowest rank's seconds of every step, f64[reps].
+
+        Steps take turns in a random order, the same on all ranks. In its turn a step is taken three
+        times, and the last is timed: a TCP connection that has waited for the other steps starts
+        slowly again, which it does not in a training loop.
+        """
+        samples = np.empty((reps, len(steps)))
+        orders = np.random.default_rng(0)
+        calls = list(steps.values())
+        for sample in samples:
+            for i in orders.permutation(len(calls)):
+                calls[i]()
+                calls[i]()
+                sample[i] = self.timed(calls[i])
+        return dict(zip(steps, agreement.maximum(samples).T, strict=True))
+
 
 def compare(
     ranks: Ranks, values: int, compressor: cgx_jax.Quantize, methods: list[str], reps: int

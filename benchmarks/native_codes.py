@@ -23,7 +23,6 @@ from speed import Step, Timed, of_exchange
 import measure
 from all_reduce import Ranks
 from cgx_jax.kernels.platforms import Platform
-from nonfinite import in_turns
 
 WORLD = 2
 CODES = [
@@ -58,17 +57,18 @@ def compare(ranks: Ranks, task: str, method: str, reps: int) -> list[dict[str, A
 
     def step() -> Step:
         trainer = of_exchange(Timed, "xla", model, METHODS[method])
-        return Step(ranks, trainer, batch, sends=True)
+        return Step(trainer, batch)
 
     steps = {"native": step(), "native, again": step()}
     with mock.patch.object(Platform, "has", return_value=False):
         steps["jnp"] = step()
-    seconds = in_turns(ranks, list(steps.values()), reps)
+    ranks.in_turns(steps, 1)
+    seconds = ranks.in_turns(steps, reps)
     rows = []
-    for i, kernels in enumerate(steps):
+    for kernels, own in seconds.items():
         row = {"task": task, "method": method, "kernels": kernels, "reps": reps, "world": WORLD}
-        row |= {"seconds": measure.quartiles(seconds[:, i])}
-        row |= {"ratio": measure.quartiles(seconds[:, i] / seconds[:, 0])}
+        row |= {"seconds": measure.quartiles(own)}
+        row |= {"ratio": measure.quartiles(own / seconds["native"])}
         rows.append(row)
         low, ratio, high = row["ratio"]
         print(f"{task:<13} {method:<30} {kernels:<14} {ratio:.2f} ({low:.2f}-{high:.2f})")

@@ -18,7 +18,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from speed import Step, Timed, of_exchange
 import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
-from cgx_jax.host import agreement
 
 WORLD = 2
 METHOD = "4 bits"
@@ -104,7 +102,7 @@ def compare(ranks: Ranks, task: str, exchange: str, reps: int) -> list[dict[str,
         return of_exchange(Timed, exchange, model, METHODS[METHOD])
 
     kinds: dict[str, Callable[[], Any]] = {
-        "step": lambda: Step(ranks, trainer(), batch, sends=True),
+        "step": lambda: Step(trainer(), batch),
         "reduction": lambda: reduction(trainer().mesh, params, plan, exchange),
     }
     rows = []
@@ -112,11 +110,14 @@ def compare(ranks: Ranks, task: str, exchange: str, reps: int) -> list[dict[str,
         programs = {"off": make(), "off, again": make()}
         with cgx_jax.debug_nonfinite("log"):
             programs["on"] = make()
-        seconds = in_turns(ranks, list(programs.values()), reps)
+        ranks.in_turns(programs, 1)
+        seconds = ranks.in_turns(programs, reps)
+        jax.effects_barrier()
         if what == "step":
-            whole = float(np.median(seconds[:, 0]))
-        over = seconds[:, :1] if what == "step" else whole
-        for mode, added in zip(programs, ((seconds - seconds[:, :1]) / over).T, strict=True):
+            whole = float(np.median(seconds["off"]))
+        over = seconds["off"] if what == "step" else whole
+        for mode in programs:
+            added = (seconds[mode] - seconds["off"]) / over
             row = {
                 "task": task,
                 "what": what,
@@ -127,7 +128,7 @@ def compare(ranks: Ranks, task: str, exchange: str, reps: int) -> list[dict[str,
                 "values": sum(leaf.size for leaf in plan.leaves),
                 "leaves": len(plan.leaves),
                 "reps": reps,
-                "seconds": measure.quartiles(seconds[:, list(programs).index(mode)]),
+                "seconds": measure.quartiles(seconds[mode]),
                 "added": measure.quartiles(added),
             }
             rows.append(row)
@@ -162,21 +163,6 @@ def reduction(mesh: Mesh, params: Any, plan: cgx_jax.Plan, exchange: str) -> Cal
     mapped = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P())
     program = jax.jit(mapped).lower(tree).compile()
     return lambda: jax.block_until_ready(program(tree))
-
-
-def in_turns(ranks: Ranks, steps: list[Callable[[], Any]], reps: int) -> np.ndarray:
-    """Returns the slowest rank's seconds of every step, f64[reps, steps]."""
-    samples = np.empty((reps, len(steps)))
-    for rep in range(-2, reps):  # two rounds of warm-up
-        for i in np.roll(np.arange(len(steps)), rep):
-            ranks.barrier()
-            ranks.barrier()  # by now the stragglers of the first barrier have arrived
-            start = time.perf_counter()
-            steps[i]()
-            if rep >= 0:
-                samples[rep, i] = time.perf_counter() - start
-    jax.effects_barrier()
-    return agreement.maximum(samples)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ Steps of two tasks of the suite, on shaped links, by these ways:
     tuned       the same with a `Tuner`, after its trials on this link
     compute     the step without a reduction
 
-A size with the same buffers as the size before it is left out. Every repeat takes one step of each
-way, one after the other, each behind a barrier; a time is the slowest rank's. `over_after` is the
-time of "after" divided by the way's time in the same repeat: the median (and quartiles) over the
-repeats. `hidden` is the part of the time between "compute" and "after" that the way saves. Ranks
-are started and reduce as in suite/speed.py. The link "loopback" is for ranks that mpiexec started
-on this machine, as above.
+A size with the same buffers as the size before it is left out. All ways take turns; a time is the
+slowest rank's. `over_after` is the time of "after" divided by the way's time in the same repeat:
+the median (and quartiles) over the repeats. `hidden` is the part of the time between "compute" and
+"after" that the way saves. Ranks are started and reduce as in suite/speed.py. The link "loopback"
+is for ranks that mpiexec started on this machine, as above.
 """
 
 import sys
@@ -34,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "accuracy"))
 from configurations import Configuration
 from models import MODELS
 from run import Trainer
-from speed import NEVER, Computing, Step, Timed, fastest, in_turns, launch, of_exchange, parser_of
+from speed import Computing, Step, Timed, fastest, launch, of_exchange, parser_of
 from tasks import Task
 
 import cgx_jax
@@ -72,8 +71,7 @@ class InBackward(Computing):
 class Tuning(Step):
     """A step that a tuner compiles, as often as the tuner needs."""
 
-    def _compiled(self, ranks: Ranks, trainer: Trainer, *, sends: bool) -> Callable[..., Any]:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER)  # as in `compiled`
+    def _compiled(self, trainer: Trainer) -> Callable[..., Any]:
         return trainer.step
 
 
@@ -104,10 +102,10 @@ def compare(
     batch = tuple(x[0] for x in model.batches(1, 0))
     steps: dict[str, Callable[[], Any]] = {}
     for name, trainer in trainers(model, CODE, exchange, sizes).items():
-        steps[name] = Step(ranks, trainer, batch, sends=name != COMPUTE)
+        steps[name] = Step(trainer, batch)
         if ranks.first:
             print(f"  compiled {name}", flush=True)
-    in_turns(ranks, steps, WARMUP)
+    ranks.in_turns(steps, WARMUP // 3 + 1)
     rows = []
     for link in links:
         ranks.barrier()
@@ -115,12 +113,12 @@ def compare(
             rig.shape(link)
         ranks.barrier()
         tuner = Tuner(reductions=(), cache=False)
-        tuned = Tuning(ranks, InBackward(model, CODE, tuner, HOOK_FUSION_BYTES), batch, sends=True)
+        tuned = Tuning(InBackward(model, CODE, tuner, HOOK_FUSION_BYTES), batch)
         while tuner.state in ("waiting", "trying"):
             tuned()
         every = steps | {TUNED: tuned}
-        in_turns(ranks, every, 1)
-        seconds = in_turns(ranks, every, reps)
+        ranks.in_turns(every, 1)
+        seconds = ranks.in_turns(every, reps)
         shown = {"task": task, "world": ranks.world, "links": link, "exchange": exchange}
         shown |= {"reps": reps, "batch": len(batch[0])}
         new = [shown | row_of(seconds, name) for name in seconds]

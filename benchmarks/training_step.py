@@ -3,19 +3,17 @@
     python benchmarks/training_step.py --json benchmarks/results/training_step.jsonl
     python benchmarks/training_step.py --cases 2:unlimited:1 --reps 3      # a quick look
 
-A case is RANKS:RATE:MEGABYTES of fp32 gradients. Every repeat takes one step of each way, one after
-the other, each behind a barrier; a time is the slowest rank's. A step is the forward and the
-backward pass, `optax.chain(sync_gradients(...), optax.adamw(...))` and the update, with donated
-state. "compute alone" reduces nothing. `/ plain` is a step's time divided by that of plain 4 bits
-in the same repeat: the median (and quartiles) over the repeats. `in all` is the total time of all
-repeats divided by that of plain 4 bits, so it includes the steps that update units. Repeats start
-once units are updated only in every 16th step. Ranks are started by mpiexec and reduce over the
-"mpi" exchange if it is available, otherwise over "xla".
+A case is RANKS:RATE:MEGABYTES of fp32 gradients. All ways take turns; a time is the slowest rank's.
+A step is the forward and the backward pass, `optax.chain(sync_gradients(...), optax.adamw(...))`
+and the update, with donated state. "compute alone" reduces nothing. `/ plain` is a step's time
+divided by that of plain 4 bits in the same repeat: the median (and quartiles) over the repeats. `in
+all` is the total time of all repeats divided by that of plain 4 bits, so it includes the steps that
+update units. Repeats start once units are updated only in every 16th step. Ranks are started by
+mpiexec and reduce over the "mpi" exchange if it is available, otherwise over "xla".
 """
 
 import argparse
 import sys
-import time
 from typing import Any
 from unittest import mock
 
@@ -32,7 +30,6 @@ import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.choice import auto
 from cgx_jax.exchanges import Mpi
-from cgx_jax.host import agreement
 from cgx_jax.route import run as running
 from cgx_jax.transforms.precondition import PERIOD, WARMUP, SecondMoment
 
@@ -104,33 +101,28 @@ def compare(
     ranks: Ranks, exchange: str, width: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Times a step of every way; returns one row per way."""
-    names, steps, states = [], [], []
-    for name, reduction in ways(exchange).items():
-        step, state = training(ranks, reduction, width, arguments.layers)
-        names.append(name)
-        steps.append(step)
-        states.append(state)
     x = ranks.place(normal, arguments.batch * width)
-    samples = np.empty((arguments.reps, len(names)))
-    for rep in range(-WARMUP - 1, arguments.reps):
-        for i, step in enumerate(steps):
-            ranks.barrier()
-            ranks.barrier()  # by now the stragglers of the first barrier have arrived
-            start = time.perf_counter()
-            states[i] = jax.block_until_ready(step(states[i], x))
-            if rep >= 0:
-                samples[rep, i] = time.perf_counter() - start
-    seconds = agreement.maximum(samples)
-    plain = seconds[:, names.index(PLAIN)]
+    states: dict[str, Any] = {}
+    steps = {}
+    for name, reduction in ways(exchange).items():
+        step, states[name] = training(ranks, reduction, width, arguments.layers)
+
+        def call(name: str = name, step: Any = step) -> None:
+            states[name] = jax.block_until_ready(step(states[name], x))
+
+        steps[name] = call
+    ranks.in_turns(steps, WARMUP // 3 + 1)
+    seconds = ranks.in_turns(steps, arguments.reps)
+    plain = seconds[PLAIN]
     return [
         {
             "way": name,
             "reps": arguments.reps,
-            "seconds": measure.quartiles(seconds[:, i]),
-            "over_plain": measure.quartiles(seconds[:, i] / plain),
-            "in_all": float(seconds[:, i].sum() / plain.sum()),
+            "seconds": measure.quartiles(own),
+            "over_plain": measure.quartiles(own / plain),
+            "in_all": float(own.sum() / plain.sum()),
         }
-        for i, name in enumerate(names)
+        for name, own in seconds.items()
     ]
 
 
