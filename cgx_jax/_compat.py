@@ -333,8 +333,9 @@ def is_key_data(program: Any, number: int) -> bool:
     x = jaxpr.invars[number]
     for eqn in jaxpr.eqns:
         for i, operand in enumerate(eqn.invars):
-            if operand is x and eqn.primitive.name != "random_wrap":
-                inner = eqn.params.get("jaxpr")
-                if inner is None or not is_key_data(inner, i):
+            if operand is x and eqn.primitive.name not in ("random_wrap", "random_clone"):
+                inner = [(branch, i - 1) for branch in eqn.params.get("branches", ())]
+                inner += [(eqn.params["jaxpr"], i)] if "jaxpr" in eqn.params else []
+                if not inner or not all(is_key_data(*each) for each in inner):
                     return False
     return x not in jaxpr.outvars

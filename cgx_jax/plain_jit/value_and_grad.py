@@ -295,7 +295,8 @@ class ValueAndGrad:
         whole = functools.cache(lambda: program.whole(arrays))
 
         def is_raw_key(i: int) -> bool:
-            raw = arrays[i].dtype == jnp.uint32 and arrays[i].ndim == 1
+            x, key = arrays[i], jax.eval_shape(jax.random.PRNGKey, 0)
+            raw = (x.shape, x.dtype) == (key.shape, key.dtype)
             return raw and _compat.is_key_data(whole().jaxpr, i)
 
         given = program.arguments, arrays, program.places
