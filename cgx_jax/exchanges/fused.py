@@ -77,7 +77,7 @@ class Bound:
     def attributes(self) -> dict[str, Any]:
         """Returns the attributes of the handler."""
         return {
-            **{k: np.asarray(v, np.int64) for k, v in self.layout.attributes().items()},
+            "slots": np.asarray(self.layout.numbers, np.int64),
             "world": np.int64(self.world),
             "divisor": np.float32(self.call.divisor),
             "groups": np.asarray(self.positions, np.int64).reshape(-1),

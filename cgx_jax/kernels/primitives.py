@@ -146,11 +146,6 @@ def lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape) if batch == 1 else (batch, *shape)
 
 
-def _residuals(operands: Sequence[jax.Array], layout: Layout) -> Sequence[Any]:
-    """Returns the operands between the leaves and the units, which are the residuals."""
-    return operands[len(layout.slots) : len(operands) - layout.has_units]
-
-
 def _encode_shapes(
     key: Words, rank: jax.Array, *operands: jax.Array, layout: Layout, residual: bool, batch: int
 ) -> Any:
@@ -162,38 +157,19 @@ def _encode_shapes(
 
 
 def _reduce_shapes(
-    key: Words,
-    rank: jax.Array,
-    payload: jax.Array,
-    *operands: jax.Array,
-    layout: Layout,
-    divisor: float,
-    batch: int,
+    key: Words, rank: Any, payload: Any, *operands: Any, layout: Layout, batch: int, **_: Any
 ) -> Any:
     chunk = _compat.result_aval(lead(batch, (layout.chunk_bytes,)), jnp.dtype(jnp.uint8), key)
-    residuals = _residuals(operands, layout)
+    # They are between the leaves and the units.
+    residuals = operands[len(layout.slots) : len(operands) - layout.has_units]
     return [chunk, *(_compat.result_aval(x.shape, x.dtype, key) for x in residuals)]
 
 
-def _decode_shapes(
-    payload: jax.Array,
-    *factors: Any,
-    layout: Layout,
-    shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
-    batch: int,
-) -> Any:
+def _decode_shapes(payload: Any, *factors: Any, shapes: Any, batch: int, **_: Any) -> Any:
     return [_compat.result_aval(lead(batch, shape), dtype, payload) for shape, dtype in shapes]
 
 
-def _accumulate_shapes(
-    rank: jax.Array,
-    payload: jax.Array,
-    *leaves: jax.Array,
-    layout: Layout,
-    divisor: float,
-    peers: int,
-    batch: int,
-) -> Any:
+def _accumulate_shapes(rank: jax.Array, payload: Any, *leaves: jax.Array, **_: Any) -> Any:
     return [_compat.result_aval(x.shape, x.dtype, rank) for x in leaves]
 
 
@@ -278,14 +254,6 @@ def _accumulate_jnp(
 # --- native calls: the handlers' attributes from the static parameters.
 
 
-def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
-    arrays = {k: np.asarray(v, np.int64) for k, v in layout.attributes().items()}
-    scalars: dict[str, Any] = {"world": np.int64(layout.world)}
-    if "divisor" in params:
-        scalars["divisor"] = np.float32(params["divisor"])
-    return {**arrays, **scalars}
-
-
 def _native_lowering(target: str) -> Callable[..., Any]:
     def rule(
         ctx: mlir.LoweringRuleContext, *operands: jax.Array, layout: Layout, **params: Any
@@ -294,8 +262,12 @@ def _native_lowering(target: str) -> Callable[..., Any]:
         if target == "cgx_reduce":  # residuals are filled in where they lie
             first = 3 + len(layout.slots)
             aliases = {first + i: 1 + i for i in range(len(ctx.avals_out) - 1)}
+        slots = np.asarray(layout.numbers, np.int64)
+        attributes: dict[str, Any] = {"slots": slots, "world": np.int64(layout.world)}
+        if "divisor" in params:
+            attributes["divisor"] = np.float32(params["divisor"])
         lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
-        return lower(ctx, *operands, **_attributes(layout, **params))
+        return lower(ctx, *operands, **attributes)
 
     return rule
 
@@ -303,8 +275,12 @@ def _native_lowering(target: str) -> Callable[..., Any]:
 # --- batching: one call over a larger batch.
 
 
-def _batch_rule(primitive: Primitive, size: int, args: Any, dims: Any, params: Any) -> Any:
-    front = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True)]
+def _batched(
+    primitive: Primitive, results: Callable[..., Any], args: Any, dims: Any, /, **params: Any
+) -> Any:
+    pairs = list(zip(args, dims, strict=True))
+    size = next(x.shape[d] for x, d in pairs if d is not None)
+    front = [batching.bdim_at_front(x, d, size) for x, d in pairs]
     old = params["batch"]
     if old != 1:
         front = [x.reshape(size * old, *x.shape[2:]) for x in front]
@@ -312,20 +288,10 @@ def _batch_rule(primitive: Primitive, size: int, args: Any, dims: Any, params: A
         front = [x.reshape(x.shape[1:]) for x in front]
     out = bind(primitive, *front, **{**params, "batch": size * old})
     # With a total batch of one, results lack the batch dimension. Restore the shapes here.
-    shapes = [a.shape for a in _unbatched_shapes(primitive, args, dims, params)]
-    return [y.reshape(size, *s) for y, s in zip(out, shapes, strict=True)], [0] * len(out)
-
-
-def _unbatched_shapes(primitive: Primitive, args: Any, dims: Any, params: Any) -> list[Any]:
-    avals = [jax.typeof(x) for x in args]
-    one = [
-        _compat.result_aval(a.shape if d is None else a.shape[:d] + a.shape[d + 1 :], a.dtype, a)
-        for a, d in zip(avals, dims, strict=True)
-    ]
-    return _SHAPES[primitive](*one, **params)
-
-
-_SHAPES: dict[Primitive, Callable[..., list[Any]]] = {}
+    own = [x.shape if d is None else (*x.shape[:d], *x.shape[d + 1 :]) for x, d in pairs]
+    one = [_compat.result_aval(s, x.dtype, jax.typeof(x)) for s, x in zip(own, args, strict=True)]
+    like = results(*one, **params)
+    return [y.reshape(size, *x.shape) for y, x in zip(out, like, strict=True)], [0] * len(out)
 
 
 def define(
@@ -339,11 +305,7 @@ def define(
     `scaled` applies units around a call without units, for kernels that do not take them.
     """
     p = _compat.operation(name, shapes)
-    _SHAPES[p] = shapes
-
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-        return _batch_rule(p, size, args, dims, params)
+    batching.primitive_batchers[p] = functools.partial(_batched, p, shapes)
 
     def rule(lowering: Callable[..., Any], longest_in_units: float = 0) -> Callable[..., Any]:
         if scaled is None:
@@ -358,8 +320,6 @@ def define(
             return lower(ctx, *operands, layout=layout, **params)
 
         return with_units
-
-    batching.primitive_batchers[p] = batch
 
     def on(_: str, platform: platforms.Platform) -> Callable[..., Any]:
         return rule(_native_lowering(name), platform.longest_in_units)

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 WIRE_VERSION = 2
@@ -167,14 +166,15 @@ class Layout:
         """Whether a call has the operand with the units."""
         return any(f.units is not None for f in self.slots)
 
-    def attributes(self) -> dict[str, Sequence[int]]:
-        """Returns a kernel call's attributes: nine numbers per slot (xla_ffi/handlers/slots.h)."""
+    @property
+    def numbers(self) -> list[int]:
+        """A kernel call's attribute `slots`: nine numbers per slot (xla_ffi/handlers/slots.h)."""
         numbers: list[int] = []
         for s in self.slots:
             numbers += (s.bits, s.bucket_size, ROUNDINGS.index(s.rounding), s.number)
             _, *place = s.units or (0, 0, 0, 0)
             numbers += (int(s.rotation), s.segment, *place)
-        return {"slots": numbers}
+        return numbers
 
 
 @dataclasses.dataclass(frozen=True)
