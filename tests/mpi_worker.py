@@ -194,8 +194,8 @@ def agreement():
 
 ROWS = {  # by exchange: rows u8[world, n] scattered, a row u8[n] gathered
     "mpi": (
-        lambda x, axes, groups: mpi_rows.scatter("here", x, axes, groups),
-        lambda x, axes, groups: mpi_rows.gather("here", x, axes, groups),
+        lambda x, axes, groups: mpi_rows.scatter("here", x, Axes.resolve("here", axes, groups)),
+        lambda x, axes, groups: mpi_rows.gather("here", x, Axes.resolve("here", axes, groups)),
     ),
     "xla": (
         lambda x, axes, groups: lax.all_to_all(x, axes, 0, 0, axis_index_groups=groups),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Quantize
+from cgx_jax.axes import Axes
 from cgx_jax.exchanges import Mpi, mpi_rows
 from cgx_jax.kernels import native
 from mpi_programs import labels, labels_of_two, program
@@ -191,7 +192,7 @@ def test_ranks_with_rows_of_other_sizes_are_told_before_anything_is_sent():
     ],
 )
 def test_rows_of_another_shape_or_dtype_are_refused(mesh, move, operand, says):
-    f = lambda x: move("here", operand, ("data",), None)  # noqa: E731
+    f = lambda x: move("here", operand, Axes.resolve("here", "data", None))  # noqa: E731
     with pytest.raises(ValueError, match=f"here: the operand is {says}"):
         jax.eval_shape(
             jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data")), np.zeros(8)

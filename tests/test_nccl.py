@@ -18,7 +18,7 @@ import cgx_jax
 from cgx_jax import Quantize
 from cgx_jax.choice import Auto, Profile, auto
 from cgx_jax.collective import Collective
-from cgx_jax.exchanges import Nccl, Xla, experimental, nccl, xla
+from cgx_jax.exchanges import Nccl, Xla, experimental, nccl
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.exchanges.nccl import MOST_STREAMS, SEGMENT_BYTES
 from cgx_jax.kernels import primitives
@@ -122,7 +122,7 @@ def unfused(self, call, sent, factors=()):
     assert call.collective is Collective.GATHER_SUM
     layout, leaves = call.layout, sent.leaves
     payload, lost = primitives.encode(sent, layout, residual=call.residual)
-    rows = xla.gather(payload.reshape(-1), call.axes)
+    rows = Xla().gather(call.name, payload.reshape(-1), call.axes)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     rank = jnp.int32(NO_RANK)
     return Fused(primitives.accumulate(rank, rows, zeros, layout, divisor=call.divisor), lost)

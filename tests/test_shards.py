@@ -19,7 +19,7 @@ import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import SignSGD
-from cgx_jax.exchanges import Xla, nccl, xla
+from cgx_jax.exchanges import Xla, nccl
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.primitives import Sent
@@ -55,7 +55,7 @@ def stand_ins(built, monkeypatch):
             primitives.encode(Sent(w, [row]), layout)[0][0]
             for w, row in zip(jnp.asarray(words), rows, strict=True)
         ]
-        received = xla.scatter(jnp.stack(encoded), axes)
+        received = Xla().scatter(call.name, jnp.stack(encoded), axes)
         rank = axes.rank()
         own = lax.dynamic_index_in_dim(rows, rank, 0, keepdims=False)
         return primitives.accumulate(rank, received, [own], layout, divisor=call.divisor)[0]

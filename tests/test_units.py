@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Cast, Plan, Quantize
-from cgx_jax.exchanges import xla
+from cgx_jax.exchanges import Xla
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.kernels import primitives, scaling
 from cgx_jax.kernels.primitives import Sent
@@ -264,10 +264,11 @@ def unfused(self, call, sent, factors=()):
     layout, axes, rank = call.layout.without_units(), call.axes, call.axes.rank()
     own = Sent(first, leaves, units, rank)
     rows, lost = primitives.encode(own, layout, residual=call.residual)
-    rows = xla.scatter(rows, axes)
+    rows = Xla().scatter("test", rows, axes)
     own = own._replace(words=second)
     chunk, lost = primitives.reduce(own, rows, layout, divisor=call.divisor, residuals=lost)
-    return Fused(primitives.decode(xla.gather(chunk, axes), layout, leaves, units=units), lost)
+    chunks = Xla().gather("test", chunk, axes)
+    return Fused(primitives.decode(chunks, layout, leaves, units=units), lost)
 
 
 @pytest.mark.parametrize("bucket_size", [64, 1024], ids=["inside", "around"])

@@ -16,7 +16,7 @@ from jax import lax
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
-from cgx_jax.exchanges import xla
+from cgx_jax.exchanges import Xla
 
 _enabled = False
 
@@ -62,7 +62,7 @@ def compare(caller: str, axes: Axes, leaves: Sequence[jax.Array]) -> None:
         total = _compat.vary_over(total, frozenset(axes.names))
     # The zero types the rank's number as varying over what the checksum varies over.
     own = jnp.stack([total, total * 0 + axes.index().astype(jnp.uint32)])
-    rows = xla.gather(lax.bitcast_convert_type(own, jnp.uint8).reshape(-1), axes)
+    rows = Xla().gather(caller, lax.bitcast_convert_type(own, jnp.uint8).reshape(-1), axes)
     jax.debug.callback(functools.partial(_require_equal, caller, axes.names), rows)
 
 

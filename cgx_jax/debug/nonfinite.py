@@ -16,7 +16,7 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.debug.checksums import traced_anew
 from cgx_jax.debug.report import Report, Side, after_report, tell
-from cgx_jax.exchanges import xla
+from cgx_jax.exchanges import Xla
 from cgx_jax.kernels.nonfinite import count_nonfinite
 from cgx_jax.leaves import SCALARS, Leaf
 
@@ -139,7 +139,7 @@ def watch(
     def report_found() -> jax.Array:
         # By rank and side of each leaf: the number of values and the place of the first.
         table = jnp.stack([_counted(before, floats), out], axis=1).reshape(-1, 2)
-        rows = xla.gather(_compat.vary_over(table, ranks), everyone)
+        rows = Xla().gather(call.caller, _compat.vary_over(table, ranks), everyone)
         told = tell(report, number, lax.axis_index(everyone.names), rows)
         return _compat.vary_over(told, varying)
 

@@ -15,11 +15,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from cgx_jax import _compat
-from cgx_jax.axes import in_groups
+from cgx_jax.axes import Axes, in_groups
 from cgx_jax.exchanges.base import Call
 from cgx_jax.kernels.wire import Layout, Slot
-
-Groups = Sequence[Sequence[int]] | None
 
 
 def refusal_of_axes(axes: Sequence[str]) -> str | None:
@@ -33,12 +31,12 @@ def refusal_of_axes(axes: Sequence[str]) -> str | None:
     return None
 
 
-def positions(axes: tuple[str, ...], groups: Groups) -> tuple[tuple[int, ...], ...]:
+def positions(axes: Axes) -> tuple[tuple[int, ...], ...]:
     """Returns the positions in the current mesh of each group of `axes`, in rank order."""
     mesh = jax.sharding.get_abstract_mesh()
     names = list(mesh.axis_names)
     grid = np.arange(mesh.size).reshape([mesh.shape[n] for n in names])
-    rows = in_groups(grid, [names.index(a) for a in axes], groups)
+    rows = in_groups(grid, [names.index(a) for a in axes.names], axes.groups)
     return tuple(tuple(int(i) for i in row) for row in rows)
 
 
@@ -101,7 +99,7 @@ def bind(
     bound = Bound(
         f"{label} over axis {', '.join(map(repr, axes.names))}",
         call,
-        positions(axes.names, axes.groups),
+        positions(axes),
         axes.names if axes.groups is None else (),
         tuple(sorted(options.items())),
     )

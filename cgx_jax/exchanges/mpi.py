@@ -101,10 +101,10 @@ class Mpi(Exchange):
         _start({**(_running or DEFAULTS), **given})
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
-        return mpi_rows.scatter(name, rows, axes.names, axes.groups)
+        return mpi_rows.scatter(name, rows, axes)
 
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
-        return mpi_rows.gather(name, row, axes.names, axes.groups)
+        return mpi_rows.gather(name, row, axes)
 
     def fused(self, call: Call, sent: Sent) -> Fused:
         return _sums(call, sent)

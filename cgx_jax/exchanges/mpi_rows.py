@@ -19,48 +19,33 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
+from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, program
 
 
-def scatter(name: str, rows: jax.Array, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
-    """Sends row r of `rows`, [world, n], to rank r; row r of the result comes from rank r.
-
-    `world` is the size of a group of `axes`, ranks count within the group, and `name` begins error
-    messages.
-    """
-    return _call(scatter_p, name, rows, 2, axes, groups)
+def scatter(name: str, rows: Any, axes: Axes) -> jax.Array:
+    """Does `Exchange.scatter`, with rows of any dtype; `name` begins error messages."""
+    return _call(scatter_p, name, rows, 2, axes)
 
 
-def gather(name: str, row: Any, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
-    """Returns every rank's `row`, [n], as [world, n], including this rank's own.
-
-    Without groups the result is the same on all ranks, so it does not vary over `axes`.
-    """
-    return _call(gather_p, name, row, 1, axes, groups)
+def gather(name: str, row: Any, axes: Axes) -> jax.Array:
+    """Does `Exchange.gather`; with groups, the result varies over `axes`."""
+    return _call(gather_p, name, row, 1, axes)
 
 
-def _call(
-    primitive: Primitive,
-    name: str,
-    x: jax.Array,
-    dimensions: int,
-    axes: tuple[str, ...],
-    groups: fused.Groups,
-) -> jax.Array:
-    x = jnp.asarray(x)
-    positions = fused.positions(axes, groups)
-    world = len(positions[0])
+def _call(primitive: Primitive, name: str, x: Any, dimensions: int, axes: Axes) -> jax.Array:
+    x, world = jnp.asarray(x), axes.world
     if x.ndim != dimensions or (dimensions == 2 and len(x) != world):
         expected = f"[{world}, n]" if dimensions == 2 else "[n]"
         raise ValueError(f"{name}: the operand is {x.dtype}{list(x.shape)}, not {expected}.")
-    position = fused.position(axes)
+    position = fused.position(axes.names)
     varying = _compat.varying_axes(position) | _compat.varying_axes(x)
     out: jax.Array
     (out,) = primitive.bind(
         *(_compat.vary_over(operand, varying) for operand in (position, x)),
-        positions=positions,
-        replicated=axes if groups is None else (),
-        name=f"{label(name)} over axis {', '.join(map(repr, axes))}",
+        positions=fused.positions(axes),
+        replicated=axes.names if axes.groups is None else (),
+        name=f"{label(name)} over axis {', '.join(map(repr, axes.names))}",
     )
     return out
 

@@ -37,15 +37,42 @@ class OverXla(Exchange):
     """An exchange whose rows of bytes go by XLA's own collectives."""
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
-        return scatter(rows, axes)
+        if _vmapped(axes.names):
+            return _gather_each(rows, axes.names)[:, lax.axis_index(axes.names)]
+        out: jax.Array = lax.all_to_all(
+            rows, axes.names, 0, 0, axis_index_groups=axes.groups, tiled=True
+        )
+        return out
 
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
-        return gather(row, axes)
+        if _vmapped(axes.names):
+            return _gather_each(row, axes.names)
+        out: jax.Array
+        if axes.groups is None and set(axes.names) <= _compat.varying_axes(row):
+            out = lax.all_gather(row, axes.names, to="invarying")
+        else:
+            out = lax.all_gather(row, axes.names, axis_index_groups=axes.groups)
+        return out
 
     def permute(
         self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
     ) -> jax.Array:
-        return permute(row, axes, pairs)
+        # Under vmap, lax.ppermute takes no rank without a source.
+        if axes.groups is None and not _compat.bound_by_mesh(axes.names):
+            sources = np.full(axes.world, -1)
+            sources[[b for _, b in pairs]] = [a for a, _ in pairs]
+            source = jnp.asarray(sources)[axes.index()]
+            return jnp.where(source < 0, 0, _gather_each(row, axes.names)[source])
+        groups = axes.groups or (tuple(range(axes.world)),)
+        # lax.ppermute takes the axes in the mesh's order alone.
+        mesh = jax.sharding.get_abstract_mesh().axis_names
+        names = axes.names if len(axes.names) == 1 else sorted(axes.names, key=mesh.index)
+        sizes = [lax.axis_size(n) for n in names]
+        numbers = np.arange(math.prod(sizes)).reshape(sizes)
+        numbers = numbers.transpose([names.index(n) for n in axes.names]).reshape(-1)
+        sent = [(int(numbers[g[a]]), int(numbers[g[b]])) for g in groups for a, b in pairs]
+        out: jax.Array = lax.ppermute(row, tuple(names), sent)
+        return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,49 +102,6 @@ class Xla(OverXla):
             # take longer than the link would save. Nobody has measured links between GPUs.
             return Least(_GPU[link], 1.0)
         return None  # encoding in plain jnp never pays
-
-
-def scatter(rows: jax.Array, axes: Axes) -> jax.Array:
-    """[world, n], row r for rank r -> [world, n], row r from rank r."""
-    if _vmapped(axes.names):
-        return _gather_each(rows, axes.names)[:, lax.axis_index(axes.names)]
-    out: jax.Array = lax.all_to_all(
-        rows, axes.names, 0, 0, axis_index_groups=axes.groups, tiled=True
-    )
-    return out
-
-
-def gather(row: jax.Array, axes: Axes) -> jax.Array:
-    """u8[n] of every rank -> u8[world, n], the same on all, and typed so under check_vma."""
-    if _vmapped(axes.names):
-        return _gather_each(row, axes.names)
-    checked = set(axes.names) <= _compat.varying_axes(row)
-    out: jax.Array
-    if checked and axes.groups is None:
-        out = lax.all_gather(row, axes.names, to="invarying")
-    else:
-        out = lax.all_gather(row, axes.names, axis_index_groups=axes.groups)
-    return out
-
-
-def permute(row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """u8[n] from one rank to another, for each (source, destination); zeros without a source."""
-    # Under vmap, lax.ppermute takes no rank without a source.
-    if axes.groups is None and not _compat.bound_by_mesh(axes.names):
-        sources = np.full(axes.world, -1)
-        sources[[b for _, b in pairs]] = [a for a, _ in pairs]
-        source = jnp.asarray(sources)[axes.index()]
-        return jnp.where(source < 0, 0, _gather_each(row, axes.names)[source])
-    groups = axes.groups or (tuple(range(axes.world)),)
-    # lax.ppermute takes the axes in the mesh's order alone.
-    mesh = jax.sharding.get_abstract_mesh().axis_names
-    names = axes.names if len(axes.names) == 1 else sorted(axes.names, key=mesh.index)
-    sizes = [lax.axis_size(n) for n in names]
-    numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    numbers = numbers.transpose([names.index(n) for n in axes.names]).reshape(-1)
-    sent = [(int(numbers[g[a]]), int(numbers[g[b]])) for g in groups for a, b in pairs]
-    out: jax.Array = lax.ppermute(row, tuple(names), sent)
-    return out
 
 
 def _vmapped(axes: tuple[str, ...]) -> bool:
