@@ -163,7 +163,8 @@ class NonUniform(PayloadCompressor):
             scale = buckets.largest(rows)
             share = buckets.share(rows, scale)
             table = _fitted(share, buckets.filled(x.size, self.bucket_size), 2**self.bits)
-            code = _nearest(table, share.reshape(-1))
+            between = (table[1:] + table[:-1]) / 2
+            code = jnp.searchsorted(between, share.reshape(-1), method="compare_all")
             parts = [self._packed(code, x.size), to_bytes(scale), to_bytes(table)]
             return jnp.concatenate(parts)
         buckets.require_key(self, key)
@@ -209,11 +210,6 @@ def _fitted(share: jax.Array, here: np.ndarray, count: int) -> jax.Array:
         total = jnp.zeros(count, jnp.float32).at[of].add(seen * centers)
         levels = jnp.where(number > 0, total / jnp.maximum(number, 1), levels)
     return levels.at[jnp.argmin(jnp.abs(levels))].set(0)
-
-
-def _nearest(table: jax.Array, values: jax.Array) -> jax.Array:
-    between = (table[1:] + table[:-1]) / 2
-    return jnp.searchsorted(between, values, method="compare_all")
 
 
 def _finite(scale: jax.Array) -> jax.Array:

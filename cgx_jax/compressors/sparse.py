@@ -190,24 +190,16 @@ class _Positions(_Sparse):
             packed, coded = jnp.split(payload, [packed_bytes(k, bits)])
             return unpack(packed, bits, k), self.values.decode(coded, (k,), jnp.float32)
 
+        def add(total: jax.Array, _: object, pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
+            # Each rank has a scatter of its own, and barriers keep them apart: a GPU adds the
+            # values that one scatter has for a place in any order. The place `n` is dropped.
+            places, values = pairs
+            out: jax.Array = lax.optimization_barrier(total.at[places].add(values, mode="drop"))
+            return out
+
         at, taken = jax.vmap(pairs)(payloads)
         at = lax.bitcast_convert_type(at, jnp.int32)
-        return _scattered(at, taken, n).reshape(shape)
-
-
-def _scattered(at: jax.Array, taken: jax.Array, size: int) -> jax.Array:
-    """Returns fp32[size]: the values of [ranks, n], added up at their places in rank order.
-
-    The place `size` is dropped. Each rank has a scatter of its own, and barriers keep them apart: a
-    GPU adds the values that one scatter has for a place in any order.
-    """
-
-    def add(total: jax.Array, _: object, pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
-        places, values = pairs
-        out: jax.Array = lax.optimization_barrier(total.at[places].add(values, mode="drop"))
-        return out
-
-    return in_rank_order(add, jnp.zeros(size, jnp.float32), (at, taken))
+        return in_rank_order(add, jnp.zeros(n, jnp.float32), (at, taken)).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
