@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -163,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         help="for runs of several processes: call jax.distributed.initialize(), which finds the "
         "others through the launcher, or through METHOD (mpi4py, slurm, ompi)",
     )
+    file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "python -m cgx_jax", description=__doc__, formatter_class=plain
@@ -186,22 +188,15 @@ def _parser() -> argparse.ArgumentParser:
         help="run two processes on this machine, joined by a link of this rate, such as 100mbit "
         "or 1gbit",
     )
-    command.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help='also measure exchange="auto" with this profile',
-    )
-    command.add_argument(
-        "--png", type=Path, metavar="FILE", help="plot time and busbw against size"
-    )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    command.add_argument("--profile", **file, help='also measure exchange="auto" with this profile')
+    command.add_argument("--png", **file, help="plot time and busbw against size")
+    command.add_argument("--json", **file, help="write the numbers")
 
     command = commands.add_parser(
         "tune", parents=[ranks], help='measure the profile that exchange="auto" follows'
     )
     _add_sweep(command, bits=list(sweep.BITS))
-    command.add_argument("--out", type=Path, metavar="FILE", help="write the profile")
+    command.add_argument("--out", **file, help="write the profile")
     command.add_argument(
         "--budget",
         type=_seconds,
@@ -238,13 +233,10 @@ def _parser() -> argparse.ArgumentParser:
         help="how bytes travel; compresses every buffer (default %(default)s)",
     )
     how.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help='send each buffer as exchange="auto" does with this profile',
+        "--profile", **file, help='send each buffer as exchange="auto" does with this profile'
     )
-    command.add_argument("--png", type=Path, metavar="FILE", help="plot time, bytes and error")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    command.add_argument("--png", **file, help="plot time, bytes and error")
+    command.add_argument("--json", **file, help="write the numbers")
 
     command = commands.add_parser(
         "doctor", parents=[ranks], help="show what this installation has and lacks"
