@@ -304,7 +304,7 @@ def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
         if not _compat.is_sum(spec):
             return _NO_MOVE
         axes = tuple(n for n in order if n in spec.unreduced)
-        if _size(x, axes) == 1:
+        if math.prod(jax.typeof(x).sharding.mesh.shape[n] for n in axes) == 1:
             return _NO_MOVE
         if not changed:
             return _Move(Collective.ALL_REDUCE, axes), 0
@@ -318,10 +318,6 @@ def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
         if axes and after[d] + axes == entries[d] and known:
             return _Move(Collective.ALL_GATHER, axes, bool(marked)), d
     return _NO_MOVE
-
-
-def _size(x: Any, axes: Sequence[str]) -> int:
-    return math.prod(jax.typeof(x).sharding.mesh.shape[n] for n in axes)
 
 
 def _exact(x: Any, to: PartitionSpec, mesh: Any = None) -> jax.Array:

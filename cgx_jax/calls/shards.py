@@ -43,26 +43,12 @@ def psum_scatter_compressed(
     and is not quantized again. Votes (`SignSGD`) come back as the sign that most ranks have, or 0
     in a tie. The derivative is that of `lax.psum_scatter`.
 
-    `compressor` is a compressor (default `Quantize(bits=4, rotation=True)`), a policy or a `Plan`,
-    as in `psum_compressed`. A single compressor leaves some leaves of a tree exact: leaves with
-    ndim <= 1, under 1,024 values, biases and norms, or of a dtype that it does not support. A
-    bare array of a supported dtype is compressed whatever its shape. A policy sees whole leaves,
-    before they are scattered.
-
-    `key` feeds stochastic rounding. All ranks pass the same key, and every step needs a new one. No
-    two leaves and no two ranks share noise, so "correlated" rounding acts as "stochastic" here. All
-    leaves of one of the plan's fusion buffers travel in one call. Exact leaves of up to 64 KiB
-    travel with them, in fp32.
-
-    `exchange` is one of:
-
-    * "xla": XLA's own collectives.
-    * "mpi": between CPU processes.
-    * "nccl": between CUDA devices, with one call per leaf if the code is that of `Quantize`.
-    * "auto": follows the active profile, which counts a buffer as half a `psum_compressed`. Without
-      a profile, only buffers from a size that depends on the platform are compressed
-      (docs/exchanges.md), and smaller ones are exact.
-    * An instance from `cgx_jax.exchanges`.
+    `compressor`, `key` and `exchange` are as in `psum_compressed`. A policy sees whole leaves,
+    before they are scattered. No two leaves and no two ranks share noise, so "correlated" rounding
+    acts as "stochastic" here. All leaves of one of the plan's fusion buffers travel in one call.
+    Exact leaves of up to 64 KiB travel with them, in fp32. "nccl" makes one call per leaf if the
+    code is that of `Quantize`. For "auto", a profile counts a buffer as half a `psum_compressed`. A
+    `Tuner` is no exchange here.
 
     Raises ValueError or TypeError while tracing: for a dimension that does not exist or cannot be
     divided, an operand that is already reduced or a missing key (these messages have the leaf's
@@ -120,4 +106,12 @@ def all_gather_compressed(
     )
     tree = jax.tree.map(jnp.asarray, tree)
     gather = rows.Gather.of(options, tree, compressor, axis, tiled)
-    return rows.all_gather(gather, tree, backward, key)
+    if backward is None:
+        return gather(tree, key)
+    transposed = gather.transposed(backward)
+    call = jax.custom_vjp(lambda shards, key: gather(shards, key))
+    call.defvjp(
+        lambda shards, key: (gather(shards, key), key),
+        lambda key, cotangents: (transposed(cotangents, key), None),
+    )
+    return call(gather.varying(tree), key)

@@ -142,12 +142,6 @@ class Route:
     ways: Mapping[tuple[int, ...], Way | None]
 
     @property
-    def named(self) -> Exchange | None:
-        """The exchange of the options; None for exact sums."""
-        exchange = self.options.exchange
-        return exchange if isinstance(exchange, Exchange) else None
-
-    @property
     def taken(self) -> dict[tuple[int, ...], Way]:
         """The buffers that travel compressed."""
         return {buffer: way for buffer, way in self.ways.items() if way is not None}

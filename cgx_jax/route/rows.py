@@ -43,21 +43,6 @@ def reduce_scatter(
     return jax.tree.unflatten(treedef, scatter(leaves, key))
 
 
-def all_gather(
-    gather: Gather, tree: Pytree, backward: Compressor | Policy | Plan | None, key: Key
-) -> Pytree:
-    """Returns every rank's leaves; cotangents are compressed by `backward`, unless it is None."""
-    if backward is None:
-        return gather(tree, key)
-    transposed = gather.transposed(backward)
-    call = jax.custom_vjp(lambda shards, key: gather(shards, key))
-    call.defvjp(
-        lambda shards, key: (gather(shards, key), key),
-        lambda key, cotangents: (transposed(cotangents, key), None),
-    )
-    return call(gather.varying(tree), key)
-
-
 # No index of a rank is as large, so the passes never draw from the same key.
 BACKWARD = 2**31 - 1
 

@@ -109,7 +109,7 @@ def _checked(route: Route, inputs: Inputs) -> tuple[Inputs, list[Pytree]]:
             # As in lax.psum, a number that the program knows is the value of every rank.
             leaves[i] = _compat.vary_over(jnp.asarray(leaves[i]), axes.varying())
     if axes.world > 1:
-        named = set() if route.named is None else {route.named}
+        named = {options.exchange} if isinstance(options.exchange, Exchange) else set()
         for exchange in {way.exchange for way in route.taken.values()} | named:
             exchange.require(options.name, axes.names)
     states = list(inputs.states or [()] * len(leaves))
@@ -127,6 +127,7 @@ def _jobs(
 ) -> Iterator[tuple[tuple[int, ...], tuple[Reduction, Job], Operands]]:
     """Yields the numbers of a job's leaves, its reduction and the job, and its operands."""
     plan, listed, (leaves, key, residual, units, states) = route.plan, _coded(route), inputs
+    options, axes = route.options, route.options.axes
     if not listed:
         return
     # Refuse a wrong call even if the profile sends all buffers by lax.psum.
@@ -145,7 +146,18 @@ def _jobs(
                 chosen(units, part),
                 [states[i] for i in part],
             )
-            job = _job(route, part, way.exchange, given.leaves, residual=residual)
+            # A report of what is not finite reads the operands again.
+            in_place = not nonfinite.watching() and all(map(_compat.is_computed, given.leaves))
+            job = Job(
+                options.name,
+                options.collective,
+                plan.coded(part),
+                axes,
+                way.exchange,
+                axes.world if options.mean else 1,
+                residual,
+                in_place,
+            )
             if ticket is not None and reduction.starts(job):
                 job = dataclasses.replace(job, number=_number(part, reduction, job))
                 given = given._replace(ticket=ticket)
@@ -228,29 +240,6 @@ def _check_operands(route: Route, listed: Sequence[int], leaves: Sequence[Any], 
         require_key(where_of(name, plan.leaves[i].path), plan.compressors[i], key)
     if options.levels is not None and options.levels.compressor is not None:
         require_key(name, options.levels.compressor, key)
-
-
-def _job(
-    route: Route,
-    part: tuple[int, ...],
-    exchange: Exchange,
-    operands: Sequence[jax.Array],
-    *,
-    residual: bool,
-) -> Job:
-    options = route.options
-    # A report of what is not finite reads the operands again.
-    in_place = not nonfinite.watching() and all(map(_compat.is_computed, operands))
-    return Job(
-        options.name,
-        options.collective,
-        route.plan.coded(part),
-        options.axes,
-        exchange,
-        options.axes.world if options.mean else 1,
-        residual,
-        in_place,
-    )
 
 
 # Every collective is linear, so its derivative in direction t is the exact collective of t.
