@@ -154,12 +154,21 @@ def resolve(
     unless `adapts` says that the caller keeps its statistics.
     """
     leaves = leaves_of(tree, caller)
-    _check_dtypes(caller, leaves)
+    for leaf in leaves:
+        if leaf.dtype.name.startswith("float6_"):
+            raise TypeError(
+                f"{caller}: leaf {leaf.path!r} is {leaf.dtype}, which XLA cannot compute with; "
+                "make it float8_e4m3fn or wider before the call."
+            )
     if isinstance(policy, Plan):
         policy.check(caller, leaves)
         return policy
-    if not adapts:
-        _require_static(caller, policy)
+    if isinstance(policy, Policy) and policy.adapts and not adapts:
+        raise ValueError(
+            f"{caller}: {type(policy).__name__} adapts to statistics that this call cannot "
+            "keep from step to step, so its plan would never change; use it in "
+            "cgx_jax.sync_gradients, or pass Plan.build(tree, policy) for the plan it has now."
+        )
     return _planned(leaves, _choose(caller, leaves, policy, is_bare(tree)), fusion_bytes)
 
 
@@ -170,15 +179,6 @@ def lossy_leaves(
     stages = policy.policies if isinstance(policy, Stages) else (policy,)
     plans = [resolve(caller, tree, stage, adapts=True) for stage in stages]
     return {i for plan in plans for i, c in enumerate(plan.compressors) if not c.lossless}
-
-
-def _check_dtypes(caller: str, leaves: Sequence[Leaf]) -> None:
-    for leaf in leaves:
-        if leaf.dtype.name.startswith("float6_"):
-            raise TypeError(
-                f"{caller}: leaf {leaf.path!r} is {leaf.dtype}, which XLA cannot compute with; "
-                "make it float8_e4m3fn or wider before the call."
-            )
 
 
 def _choose(
@@ -199,15 +199,6 @@ def require_policy(caller: str, policy: object) -> None:
         raise TypeError(
             f"{caller}: {policy!r} is neither a compressor nor a policy; pass an instance such as "
             "cgx_jax.Quantize(bits=4)."
-        )
-
-
-def _require_static(caller: str, policy: Any) -> None:
-    if isinstance(policy, Policy) and policy.adapts:
-        raise ValueError(
-            f"{caller}: {type(policy).__name__} adapts to statistics that this call cannot "
-            "keep from step to step, so its plan would never change; use it in "
-            "cgx_jax.sync_gradients, or pass Plan.build(tree, policy) for the plan it has now."
         )
 
 
