@@ -72,16 +72,14 @@ def active() -> Profile | None:
 def _load(source: Profile | str | os.PathLike[str] | None, hosts: int) -> Profile | None:
     if source is None:
         return None
-    profile = source if isinstance(source, Profile) else _read(Path(source))
-    profile.check_here(hosts)
-    return profile
-
-
-def _read(path: Path) -> Profile:
-    try:
-        return Profile.from_json(untrusted.read(path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(source, Profile):
+        path = Path(source)
+        try:
+            source = Profile.from_json(untrusted.read(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    source.check_here(hosts)
+    return source
 
 
 def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:

@@ -78,11 +78,13 @@ class LinkTimer:
         sharding = NamedSharding(self.mesh, P(self.axis))
         return jax.make_array_from_callback((self.world, values), sharding, row)
 
-    def collective(self, function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
-        """Compiles `function` of a rank's row, with a result that is the same on every rank."""
+    def collective(
+        self, function: Callable[[jax.Array], jax.Array], *axes: str
+    ) -> Callable[..., jax.Array]:
+        """Compiles `function` of a rank's row, whose result is the same on all but these axes."""
         return jax.jit(
             jax.shard_map(
-                lambda x: function(x[0]), mesh=self.mesh, in_specs=P(self.axis), out_specs=P()
+                lambda x: function(x[0]), mesh=self.mesh, in_specs=P(self.axis), out_specs=P(*axes)
             )
         )
 
@@ -96,14 +98,7 @@ class LinkTimer:
 
     def local(self, function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
         """Compiles `function` of a rank's row, with a separate result for each rank."""
-        return jax.jit(
-            jax.shard_map(
-                lambda x: function(x[0])[None],
-                mesh=self.mesh,
-                in_specs=P(self.axis),
-                out_specs=P(self.axis),
-            )
-        )
+        return self.collective(lambda x: function(x)[None], self.axis)
 
     def barrier(self) -> None:
         """Blocks until every rank has arrived."""
