@@ -93,20 +93,8 @@ def diloco(
 
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    return _Workers(
-        "diloco",
-        inner,
-        outer,
-        axis_name,
-        policy,
-        every,
-        fragments,
-        delay,
-        mix,
-        mesh,
-        options,
-        specs,
-    ).transformation()
+    how = every, fragments, delay, mix, mesh, options, specs
+    return _Workers("diloco", inner, outer, axis_name, policy, *how).transformation()
 
 
 def local_steps(

@@ -63,21 +63,15 @@ def compensated(
     sent, kept = [], []
     for i, (gradient, rows) in enumerate(zip(leaves, before, strict=True)):
         x = jnp.asarray(gradient)
-        own = _compensated(memory, x, rows, step)
+        own = Kept(rows)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            wide = widest(x.dtype, *(row.dtype for row in rows))
+            state = tuple(row.astype(wide) for row in rows)
+            own = Kept(rows, *memory.compensate(x.astype(wide), state, step))
         kept.append(own)
         dtype = jnp.float32 if i in compressed else x.dtype
         sent.append(x if own.wide is None else own.wide.astype(dtype))
     return sent, kept
-
-
-def _compensated(
-    memory: Memory, x: jax.Array, before: tuple[jax.Array, ...], step: jax.Array
-) -> Kept:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return Kept(before)
-    dtype = widest(x.dtype, *(row.dtype for row in before))
-    state = tuple(row.astype(dtype) for row in before)
-    return Kept(before, *memory.compensate(x.astype(dtype), state, step))
 
 
 def widest(*dtypes: np.dtype) -> np.dtype:
@@ -119,12 +113,16 @@ def remembered(
     states, overflow = [], []
     for i, (compressor, x) in enumerate(zip(share.plan.compressors, sent, strict=True)):
         lost = sums.residuals[i]
-        lost = None if lost is None else share.residual(i, lost)
-        residual = _residual_of(x, lost, _factor(compressor))
+        left = jnp.zeros_like(x) if lost is None else share.residual(i, lost)
+        residual, factor = left, _factor(compressor)
+        if lost is not None and factor != 1:  # decoded values count `factor` times
+            residual = x - jnp.asarray(factor, x.dtype) * (x - left)
         no_room, arrived = jnp.zeros(1, jnp.int32), None
         if compressor.has_rooms or compressor.selects:
             # What the code lost says which values came, not what the scale of feedback leaves.
-            came = _taken_along(x, jnp.zeros_like(x) if lost is None else lost)
+            # Of such a value, less than half is lost.
+            size = jnp.abs(left)
+            came = size + size < jnp.abs(x)
             wanted = compressor.wants(x, came)
             if wanted is not None:
                 no_room = (wanted & ~came).sum(dtype=jnp.int32)[None]
@@ -153,26 +151,9 @@ def _remembered(
     if wide.dtype != sent.dtype:
         residual = residual.astype(wide.dtype) + (wide - sent.astype(wide.dtype))
     after = memory.remember(residual, own, arrived)
-    return tuple(_keep(finite, new, was) for new, was in zip(after, before, strict=True))
-
-
-def _residual_of(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.Array:
-    """Returns what a rank lost of what it `sent`, if decoded values count `factor` times.
-
-    `lost` is None for a leaf that was sent exactly.
-    """
-    if lost is None:
-        return jnp.zeros_like(sent)
-    return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
-
-
-def _taken_along(sent: jax.Array, lost: jax.Array) -> jax.Array:
-    """Returns which of the values that a rank `sent` a code of a few values took along.
-
-    Of such a value, less than half is lost.
-    """
-    left = jnp.abs(lost)
-    return left + left < jnp.abs(sent)
+    pairs = [(new.astype(was.dtype), was) for new, was in zip(after, before, strict=True)]
+    # A code that sends few values may leave a NaN or infinity behind, which would then stay.
+    return tuple(jnp.where(jnp.isfinite(new) & finite, new, was) for new, was in pairs)
 
 
 def finite_everywhere(share: Whole, means: Sequence[Any], skipped: Any) -> Any:
@@ -194,10 +175,3 @@ def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
     if jnp.issubdtype(dtype, jnp.inexact):
         return scaling.narrowed(mean, dtype)
     return jnp.round(mean).astype(dtype)
-
-
-def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns `new` after a step whose mean is `finite`, else `old`, in the dtype of `old`."""
-    new = new.astype(old.dtype)
-    # A code that sends few values may leave a NaN or infinity behind, which would then stay.
-    return jnp.where(jnp.isfinite(new) & finite, new, old)

@@ -114,16 +114,12 @@ class _Vectors:
     def filled(self, squares: Sequence[Squares]) -> jax.Array:
         """Returns sums of squares in their places, f32[lines, WIDTH]; 0 where there are none."""
         parts = [_in_lines(own.sums) for own in squares]
-        known = [self._lines(v) for own in squares for v in own.numbers]
+        vectors = [v for own in squares for v in own.numbers]
+        known = [self.starts[v] + np.arange(-(-self.lengths[v] // WIDTH)) for v in vectors]
         rest = np.setdiff1d(np.arange(len(self.owners)), np.concatenate([*known, []]))
         parts.append(jnp.zeros((len(rest), WIDTH), jnp.float32))
         order = np.argsort(np.concatenate([*known, rest]))
         return jnp.concatenate(parts)[order]
-
-    def _lines(self, vector: int) -> np.ndarray:
-        count = -(-self.lengths[vector] // WIDTH)
-        lines: np.ndarray = self.starts[vector] + np.arange(count)
-        return lines
 
 
 def _in_lines(x: jax.Array) -> jax.Array:
