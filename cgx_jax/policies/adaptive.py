@@ -285,16 +285,12 @@ class Adaptive(Policy):
         progress.current = decision.compressors
         if progress.current not in progress.plans:
             progress.plans.append(progress.current)
-        struck = self._struck(nonfinite)
+        before, progress.nonfinite = progress.nonfinite, nonfinite
+        # Which leaves were not finite since the last look.
+        struck = [bool(bad) for bad in nonfinite > (0 if before is None else before)]
         progress.history.append(
             Refresh.of(progress.step, decision, self._subject, averages, struck)
         )
-
-    def _struck(self, now: np.ndarray) -> list[bool]:
-        """Returns which leaves were not finite since the last look."""
-        before = self.progress.nonfinite
-        self.progress.nonfinite = now
-        return [bool(bad) for bad in now > (0 if before is None else before)]
 
     # --- what others may see and keep.
 
