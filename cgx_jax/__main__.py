@@ -314,11 +314,7 @@ def _seconds(text: str) -> float:
 
 def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:
     profile = sweep.tune(
-        mesh,
-        AXIS,
-        bits=arguments.bits,
-        sizes=arguments.sizes,
-        budget_seconds=arguments.budget,
+        mesh, AXIS, bits=arguments.bits, sizes=arguments.sizes, budget_seconds=arguments.budget
     )
     if jax.process_index() == 0:
         _print_choices(profile)

@@ -28,12 +28,7 @@ class Collective(enum.Enum):
         return self is not Collective.ALL_GATHER
 
     def exact(
-        self,
-        axes: Axes,
-        leaves: Sequence[jax.Array],
-        *,
-        mean: bool = False,
-        floats: bool = False,
+        self, axes: Axes, leaves: Sequence[jax.Array], *, mean: bool = False, floats: bool = False
     ) -> list[jax.Array]:
         """Returns the exact results, or with `mean` the means; sums run in `sum_dtype`.
 

@@ -164,8 +164,7 @@ def _given(
         if keys and not argument.wanted:
             rest -= {*keys}
             specs += argument.broadcast(
-                in_specs[keys[0]],
-                f"in_specs[{argument.name!r}] is not a prefix of that argument",
+                in_specs[keys[0]], f"in_specs[{argument.name!r}] is not a prefix of that argument"
             )
         specs += [None] * (sum(p.argument <= number for p in places) - len(specs))
     if rest:

@@ -13,13 +13,7 @@ from cgx_jax.reductions.scatter_gather import ScatterGather
 from cgx_jax.reductions.sum_rounds import SumRounds
 from cgx_jax.reductions.tree import Tree
 
-REDUCTIONS: tuple[Reduction, ...] = (
-    ScatterGather(),
-    GatherSum(),
-    Ring(),
-    Tree(),
-    SumRounds(),
-)
+REDUCTIONS: tuple[Reduction, ...] = (ScatterGather(), GatherSum(), Ring(), Tree(), SumRounds())
 
 
 def named(caller: str, reduction: Reduction | str | None) -> Reduction | None:

@@ -169,10 +169,7 @@ class Route:
 
 
 def route(
-    options: Options,
-    plan: Plan,
-    in_units: Collection[int] = (),
-    choices: Choices | None = None,
+    options: Options, plan: Plan, in_units: Collection[int] = (), choices: Choices | None = None
 ) -> Route:
     """Decides how each fusion buffer of a call travels, and warns if none travels compressed.
 
@@ -185,10 +182,7 @@ def route(
 
 
 def decide(
-    options: Options,
-    plan: Plan,
-    in_units: Collection[int] = (),
-    choices: Choices | None = None,
+    options: Options, plan: Plan, in_units: Collection[int] = (), choices: Choices | None = None
 ) -> Route:
     """Decides how each fusion buffer of `plan` is reduced; nothing else consults "auto".
 
