@@ -68,8 +68,7 @@ def explicit_spec(where: str, x: Any) -> PartitionSpec:
                 f"{where} is on a mesh whose axis {name!r} is {kind.name}, so its type does not "
                 f"show how it is split; {remedy}."
             )
-    spec: PartitionSpec = jax.typeof(x).sharding.spec
-    return spec
+    return jax.typeof(x).sharding.spec
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
@@ -77,8 +76,7 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
     mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
     if mesh is None or mesh.empty or set(mesh.axis_types) != {AxisType.Explicit}:
         return None
-    sharding: NamedSharding = jax.typeof(x).sharding
-    return sharding
+    return jax.typeof(x).sharding
 
 
 def is_sum(mat: Any) -> bool:
@@ -90,8 +88,7 @@ def is_sum(mat: Any) -> bool:
 def vary_over(x: T, axes: frozenset[str]) -> T:
     """Types `x` as varying over `axes` as well; costs nothing at run time."""
     missing = tuple(a for a in sorted(axes) if a not in varying_axes(x))
-    typed: T = lax.pcast(x, missing, to="varying") if missing else x
-    return typed
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def plain(x: T) -> T:
@@ -119,8 +116,7 @@ def typed_like(x: T, like: Any, axes: Sequence[str] = ()) -> T:
 
 def _retyped(x: T, like: Any) -> T:
     mat = jax.typeof(x).mat
-    typed: T = x if like.update(varying=mat.varying) == mat else _retype_p.bind(x, like=like)
-    return typed
+    return x if like.update(varying=mat.varying) == mat else _retype_p.bind(x, like=like)
 
 
 # On each device, a value with `reduced` or `unreduced` axes is an ordinary value. Only AD reads
@@ -136,8 +132,7 @@ _retype_p = identity(
 def same_over(x: T, axes: Sequence[str]) -> T:
     """Types `x` as the same on all ranks of `axes`; the caller guarantees that it is."""
     replicated = tuple(a for a in axes if a in varying_axes(x))
-    typed: T = _same_p.bind(x, axes=replicated) if replicated else x
-    return typed
+    return _same_p.bind(x, axes=replicated) if replicated else x
 
 
 # JAX types some values as varying that are the same on all ranks, such as the result of successive
@@ -147,8 +142,7 @@ _same_p = identity("cgx_same", lambda x, *, axes: reduced_aval(x, axes))
 
 def same_everywhere(x: jax.Array) -> jax.Array:
     """Types `x` as the same on all ranks, those of vmap too; the caller guarantees that it is."""
-    typed: jax.Array = _same_everywhere_p.bind(x)
-    return typed
+    return _same_everywhere_p.bind(x)
 
 
 _same_everywhere_p = identity("cgx_same_everywhere", lambda x: reduced_aval(x, x.mat.varying))
@@ -168,8 +162,7 @@ def result_aval(shape: Sequence[int], dtype: DTypeLike, like: Any) -> jax.core.S
 def reduced_aval(x: Any, axes: Sequence[str]) -> jax.core.ShapedArray:
     """Returns the abstract value of `x` after a reduction that makes it the same over `axes`."""
     varying = x.mat.varying - frozenset(axes)
-    out: jax.core.ShapedArray = x.update(manual_axis_type=x.mat.update(varying=varying))
-    return out
+    return x.update(manual_axis_type=x.mat.update(varying=varying))
 
 
 def new_channel(ctx: Any) -> int:
@@ -242,10 +235,7 @@ def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:
     # Any, because the signature differs in jaxlib 0.10, which has no fused calls on CUDA.
     annotate: Any = compute_on.compute_on
     memory = jax.memory.Space.Device
-    out: Callable[..., Any] = annotate(
-        function, compute_type="gpu_stream:collective", out_memory_spaces=memory
-    )
-    return out
+    return annotate(function, compute_type="gpu_stream:collective", out_memory_spaces=memory)
 
 
 def concrete_mesh() -> Mesh | None:

@@ -135,8 +135,7 @@ class Axes:
         failed = jnp.asarray(~flag, jnp.int32)
         if _compat.bound_by_mesh(names):
             failed = _compat.vary_over(failed, frozenset(names))
-        everywhere: jax.Array = lax.psum(failed, names) == 0
-        return everywhere
+        return lax.psum(failed, names) == 0
 
     def check_plain(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
         """Raises ValueError for a leaf typed as unreduced or as `reduced`."""
@@ -247,8 +246,7 @@ class Axes:
 
     def _rows(self, x: jax.Array) -> jax.Array:
         x = _compat.vary_over(jnp.asarray(x), frozenset(self.names))
-        out: jax.Array = lax.all_gather(x, self.names, axis_index_groups=self.groups)
-        return out
+        return lax.all_gather(x, self.names, axis_index_groups=self.groups)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -403,8 +401,7 @@ def unstack(x: jax.Array) -> list[jax.Array]:
 def hidden(numbers: Iterable[int]) -> list[jax.Array]:
     """Returns i32[] numbers that XLA takes for results of a computation."""
     constants = [np.int32(n) for n in numbers]
-    values: list[jax.Array] = lax.optimization_barrier(constants)
-    return values
+    return lax.optimization_barrier(constants)
 
 
 def after(number: jax.Array, arrays: Iterable[Any]) -> jax.Array:
@@ -423,8 +420,7 @@ def after(number: jax.Array, arrays: Iterable[Any]) -> jax.Array:
     seen = jnp.concatenate([_compat.vary_over(x, axes) for x in first]).any()
     same = number + _compat.same_everywhere(zero * seen.astype(jnp.int32))
     # XLA would otherwise compute it again for each branch.
-    barred: jax.Array = lax.optimization_barrier(same)
-    return barred
+    return lax.optimization_barrier(same)
 
 
 def _a_bit_of(x: jax.Array) -> jax.Array:

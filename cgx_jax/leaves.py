@@ -159,8 +159,7 @@ def expanded(
     `is_leaf` is that of `jax.tree.map`.
     """
     treedef: jax.tree_util.PyTreeDef = jax.tree.structure(tree)
-    entries: list[Any] = treedef.flatten_up_to(jax.tree.broadcast(prefix, tree, is_leaf))
-    return entries
+    return treedef.flatten_up_to(jax.tree.broadcast(prefix, tree, is_leaf))
 
 
 def _difference(ours: list[str], paths: list[str]) -> str | None:

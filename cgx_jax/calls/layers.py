@@ -129,8 +129,7 @@ class _Stack:
     ) -> tuple[Pytree, Pytree, Pytree]:
         """Returns the cotangents of one layer's input, its weights, and what `body` closes over."""
         body = lambda *given: self.body(*given, others)  # noqa: E731
-        out: tuple[Pytree, Pytree, Pytree] = jax.vjp(body, x, whole, closed)[1](cotangent)
-        return out
+        return jax.vjp(body, x, whole, closed)[1](cotangent)
 
 
 def _at(tree: Pytree, layers: int | slice) -> Pytree:

@@ -192,8 +192,7 @@ class _Group:
 
     def __call__(self, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
         function = _moved if self.backward is None else _moved_back
-        out: list[jax.Array] = function(self, leaves, key)
-        return out
+        return function(self, leaves, key)
 
     def exact(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         return [_exact(x, to, self.mesh) for x, to in zip(leaves, self.to, strict=True)]
@@ -207,8 +206,7 @@ class _Group:
             in_specs=(list(self.froms), PartitionSpec()),
             out_specs=list(self.to),
         )
-        out: list[jax.Array] = mapped(leaves, data)
-        return out
+        return mapped(leaves, data)
 
     def _inside(self, impl: Any, leaves: list[jax.Array], data: Any) -> list[jax.Array]:
         key = None if data is None else jax.random.wrap_key_data(data, impl=impl)
@@ -323,8 +321,7 @@ def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
 def _exact(x: Any, to: PartitionSpec, mesh: Any = None) -> jax.Array:
     """Returns `jax.reshard` of `x`, which wants the mesh too where none is set."""
     mesh = _mesh(x) if mesh is None and isinstance(x, jax.Array) else mesh
-    out: jax.Array = jax.reshard(x, to if mesh is None else NamedSharding(mesh, to))
-    return out
+    return jax.reshard(x, to if mesh is None else NamedSharding(mesh, to))
 
 
 def _is_spec(x: object) -> bool:

@@ -346,8 +346,7 @@ def alone(running: Rounds) -> Summed:
         try:
             made = running.send(answer)
         except StopIteration as stop:
-            out: Summed = stop.value
-            return out
+            return stop.value
 
 
 def require_key(caller: str, compressor: Compressor, key: Key) -> None:

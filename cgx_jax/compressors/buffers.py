@@ -54,8 +54,7 @@ def leaf_keys(leaves: Sequence[CodedLeaf], seed: Words) -> jax.Array | list[None
     if not any(leaf.compressor.needs_key for leaf in leaves):
         return [None] * len(leaves)
     numbers = np.array([leaf.number for leaf in leaves], np.uint32)
-    keys: jax.Array = jax.vmap(functools.partial(jax.random.fold_in, key_of(seed)))(numbers)
-    return keys
+    return jax.vmap(functools.partial(jax.random.fold_in, key_of(seed)))(numbers)
 
 
 class _Group(NamedTuple):
@@ -120,18 +119,15 @@ def _in_order(entries: Mapping[int, jax.Array]) -> list[jax.Array]:
 
 
 def _encoded(code: Any, key: Key, x: jax.Array) -> jax.Array:
-    payload: jax.Array = code.encode(x, key=key if code.needs_key else None)
-    return payload
+    return code.encode(x, key=key if code.needs_key else None)
 
 
 def _decoded(code: Any, shape: tuple[int, ...], payload: jax.Array) -> jax.Array:
-    values: jax.Array = code.decode(payload, shape, jnp.float32)
-    return values
+    return code.decode(payload, shape, jnp.float32)
 
 
 def _decoded_rows(code: Any, run: tuple[int, ...], rows: jax.Array) -> jax.Array:
-    values: jax.Array = jax.vmap(lambda payload: _decoded(code, run, payload))(rows)
-    return values
+    return jax.vmap(lambda payload: _decoded(code, run, payload))(rows)
 
 
 @dataclasses.dataclass(frozen=True)

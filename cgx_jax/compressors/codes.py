@@ -129,5 +129,4 @@ def folded(seed: Words, number: ArrayLike) -> jax.Array:
 
 def key_of(seed: Words) -> jax.Array:
     """Returns the random key of a seed."""
-    key: jax.Array = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
-    return key
+    return jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")

@@ -76,8 +76,7 @@ def _pack_long(groups: jax.Array, bits: int) -> jax.Array:
     low = groups[:, first] >> (starts - first * bits).astype(np.uint32)
     rest = (first + 1) * bits - starts
     high = groups[:, (first + 1) % groups.shape[1]] << np.minimum(rest, 8).astype(np.uint32)
-    packed: jax.Array = ((low | high) & 0xFF).astype(jnp.uint8)
-    return packed
+    return ((low | high) & 0xFF).astype(jnp.uint8)
 
 
 def unpack(payload: jax.Array, bits: int, count: int) -> jax.Array:

@@ -174,5 +174,4 @@ def _orthonormal(rows: jax.Array) -> jax.Array:
         shares = jnp.where(to_do, _product(others, row, 1, 1), 0)
         return jnp.concatenate([others - _product(shares, row, 1, 0), row])
 
-    out: jax.Array = lax.fori_loop(0, 2 * len(rows), project, rows)
-    return out
+    return lax.fori_loop(0, 2 * len(rows), project, rows)

@@ -77,8 +77,7 @@ class QuantizedWhole(WholeCode):
         return primitives.accumulate(rank, rows, own, self.layout, divisor=divisor)
 
     def decode(self, rows: jax.Array, like: Sequence[Shaped]) -> list[jax.Array]:
-        out: list[jax.Array] = jax.vmap(lambda row: primitives.decode(row, self.layout, like))(rows)
-        return out
+        return jax.vmap(lambda row: primitives.decode(row, self.layout, like))(rows)
 
     def words(self, seed: Words, rank: ArrayLike) -> Words:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):

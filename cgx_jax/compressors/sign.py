@@ -123,8 +123,7 @@ class ScaledSign(buckets.Bucketed):
         here = buckets.filled(jnp.size(x), self.bucket_size).sum(axis=1, keepdims=True)
         rows = jnp.abs(buckets.split(x, self.bucket_size))
         # Divides first: the sum of a bucket of large values may overflow.
-        out: jax.Array = (rows / here.astype("float32")).sum(axis=1, keepdims=True)
-        return out
+        return (rows / here.astype("float32")).sum(axis=1, keepdims=True)
 
     def error_bound(self, x: ArrayLike) -> jax.Array:
         flat = jnp.ravel(x)

@@ -194,8 +194,7 @@ class _Positions(_Sparse):
             # Each rank has a scatter of its own, and barriers keep them apart: a GPU adds the
             # values that one scatter has for a place in any order. The place `n` is dropped.
             places, values = pairs
-            out: jax.Array = lax.optimization_barrier(total.at[places].add(values, mode="drop"))
-            return out
+            return lax.optimization_barrier(total.at[places].add(values, mode="drop"))
 
         at, taken = jax.vmap(pairs)(payloads)
         at = lax.bitcast_convert_type(at, jnp.int32)

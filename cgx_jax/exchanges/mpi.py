@@ -111,11 +111,9 @@ class Mpi(Exchange):
 
     def start(self, call: Call, sent: Sent, ticket: Any) -> jax.Array:
         call, operands = _operands(dataclasses.replace(call, in_place=False), sent, ticket)
-        started: jax.Array
         how = {"number": call.number, "residuals": int(call.residual)}
         primitive = _CALLS[call.collective].start
-        (started,) = fused.bind(primitive, mpi_rows.label(call.name), call, operands, **how)
-        return started
+        return fused.bind(primitive, mpi_rows.label(call.name), call, operands, **how)[0]
 
     def finish(self, call: Call, sent: Sent, ticket: Any) -> Fused:
         return _sums(call, sent, ticket)

@@ -40,14 +40,12 @@ def _call(primitive: Primitive, name: str, x: Any, dimensions: int, axes: Axes) 
         raise ValueError(f"{name}: the operand is {x.dtype}{list(x.shape)}, not {expected}.")
     position = fused.position(axes.names)
     varying = _compat.varying_axes(position) | _compat.varying_axes(x)
-    out: jax.Array
-    (out,) = primitive.bind(
+    return primitive.bind(
         *(_compat.vary_over(operand, varying) for operand in (position, x)),
         positions=fused.positions(axes),
         replicated=axes.names if axes.groups is None else (),
         name=f"{label(name)} over axis {', '.join(map(repr, axes.names))}",
-    )
-    return out
+    )[0]
 
 
 def label(name: str) -> str:

@@ -39,20 +39,14 @@ class OverXla(Exchange):
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
         if _vmapped(axes.names):
             return _gather_each(rows, axes.names)[:, lax.axis_index(axes.names)]
-        out: jax.Array = lax.all_to_all(
-            rows, axes.names, 0, 0, axis_index_groups=axes.groups, tiled=True
-        )
-        return out
+        return lax.all_to_all(rows, axes.names, 0, 0, axis_index_groups=axes.groups, tiled=True)
 
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
         if _vmapped(axes.names):
             return _gather_each(row, axes.names)
-        out: jax.Array
         if axes.groups is None and set(axes.names) <= _compat.varying_axes(row):
-            out = lax.all_gather(row, axes.names, to="invarying")
-        else:
-            out = lax.all_gather(row, axes.names, axis_index_groups=axes.groups)
-        return out
+            return lax.all_gather(row, axes.names, to="invarying")
+        return lax.all_gather(row, axes.names, axis_index_groups=axes.groups)
 
     def permute(
         self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
@@ -71,8 +65,7 @@ class OverXla(Exchange):
         numbers = np.arange(math.prod(sizes)).reshape(sizes)
         numbers = numbers.transpose([names.index(n) for n in axes.names]).reshape(-1)
         sent = [(int(numbers[g[a]]), int(numbers[g[b]])) for g in groups for a, b in pairs]
-        out: jax.Array = lax.ppermute(row, tuple(names), sent)
-        return out
+        return lax.ppermute(row, tuple(names), sent)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,8 +37,7 @@ def bind(primitive: Primitive, *operands: ArrayLike, **params: Any) -> list[jax.
     """Binds a primitive after typing all operands as varying over the same axes, as it needs."""
     arrays = [jnp.asarray(x) for x in operands]
     axes = frozenset().union(*(_compat.varying_axes(x) for x in arrays))
-    out: list[jax.Array] = primitive.bind(*(_compat.vary_over(x, axes) for x in arrays), **params)
-    return out
+    return primitive.bind(*(_compat.vary_over(x, axes) for x in arrays), **params)
 
 
 def _check_payload(name: str, payload: jax.Array, expected: int) -> None:

@@ -46,8 +46,7 @@ def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
     # unlike a maximum it keeps NaN. One comparison compiles faster than one for each array.
     zeros = [(x - x).sum() for x in arrays]
     parts = [p for z in zeros for p in ((z.real, z.imag) if jnp.iscomplexobj(z) else (z,))]
-    finite: jax.Array = sum((p.astype(jnp.float32) for p in parts), jnp.float32(0)) == 0
-    return finite
+    return sum((p.astype(jnp.float32) for p in parts), jnp.float32(0)) == 0
 
 
 def count_nonfinite(x: jax.Array) -> jax.Array:
@@ -99,8 +98,7 @@ def random_bits(
     x = jnp.arange(width, dtype=jnp.uint32)[None] + s0[:, None]
     x = (x ^ (x >> 16)) * _U32(0x7FEB352D) + s1[:, None]
     x = (x ^ (x >> 15)) * _U32(0x846CA68B)
-    out: jax.Array = x ^ (x >> 16)
-    return out
+    return x ^ (x >> 16)
 
 
 def uniform(*place: Any) -> jax.Array:
@@ -110,8 +108,7 @@ def uniform(*place: Any) -> jax.Array:
 
 def _hadamard(n: int) -> np.ndarray:
     i = np.arange(n)
-    out: np.ndarray = (1.0 - 2 * (np.bitwise_count(i[:, None] & i) % 2)).astype(np.float32)
-    return out
+    return (1.0 - 2 * (np.bitwise_count(i[:, None] & i) % 2)).astype(np.float32)
 
 
 def _rotation_stages(n: int) -> int:
@@ -251,8 +248,7 @@ class Buckets:
         other = lax.bitcast_convert_type(x, jnp.uint32) << 1 != 0
         bits = jnp.where(other, _U32(1) << segments, _U32(0))
         found = lax.reduce(bits, np.uint32(0), lax.bitwise_or, (1,))
-        out: jax.Array = ~found & (_LOWER_HALF >> (MASK_BITS - 1 - segments[:, -1]))
-        return out
+        return ~found & (_LOWER_HALF >> (MASK_BITS - 1 - segments[:, -1]))
 
     def _segments(self, k: int) -> jax.Array:
         """Returns the number of each value's segment in its bucket, u32[k, n]."""
@@ -260,8 +256,7 @@ class Buckets:
         steps = np.arange(k, dtype=np.int64) * f.bucket_size % f.segment
         phases = (self.phase + jnp.asarray(steps.astype(np.uint32))) % _U32(f.segment)
         places = phases[:, None] + jnp.arange(self.n, dtype=jnp.uint32)[None]
-        out: jax.Array = places // _U32(f.segment)
-        return out
+        return places // _U32(f.segment)
 
     def encode(
         self, x: jax.Array, mask: jax.Array, key: jax.Array, offset: int | jax.Array
@@ -340,14 +335,12 @@ def add_peers(
             (total + x, mask & other)
             for (total, mask), (x, other) in zip(sums, decode(sent[peer]), strict=True)
         ]
-        out: Sums = jax.tree.map(lambda new, old: jnp.where(rank == peer, old, new), added, sums)
-        return out
+        return jax.tree.map(lambda new, old: jnp.where(rank == peer, old, new), added, sums)
 
     # Use a loop, so that programs do not grow with the number of ranks.
     axes = _compat.varying_axes(sent)
     start = jax.tree.map(lambda x: _compat.vary_over(x, axes), sums)
-    out: Sums = lax.fori_loop(0, len(sent), add, start)
-    return out
+    return lax.fori_loop(0, len(sent), add, start)
 
 
 def _parts(f: Slot) -> list[tuple[Buckets, int, int]]:

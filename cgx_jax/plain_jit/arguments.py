@@ -251,8 +251,7 @@ def typed_spec(x: Any) -> PartitionSpec | None:
 def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """Returns `spec` without these mesh axes."""
     kept = (tuple(n for n in names if n not in axes) for names in axes_by_dimension(spec))
-    out: PartitionSpec = spec.update(partitions=tuple(kept))
-    return out
+    return spec.update(partitions=tuple(kept))
 
 
 def axes_of(spec: PartitionSpec) -> tuple[Any, ...]:

@@ -53,8 +53,7 @@ class Gather:
         gather = sequential_vmap(lambda x: self._whole(x))
         call = jax.custom_vjp(lambda x: gather(x))
         call.defvjp(lambda x: (gather(x), None), lambda _, x: (self._shard(x),))
-        out: jax.Array = call(shard)
-        return out
+        return call(shard)
 
     # Parameters of one shape share what is traced, as long as they share this object.
 
@@ -62,8 +61,7 @@ class Gather:
     def _whole(self) -> Callable[[jax.Array], jax.Array]:
         def whole(x: jax.Array) -> jax.Array:
             gather = rows.Gather.of(self._options, x, self.weights, self.dimension, True)
-            y: jax.Array = gather(x, None)
-            return y
+            return gather(x, None)
 
         return jax.jit(self._on_each_shard(whole))
 
@@ -88,14 +86,13 @@ class Gather:
         """Runs `f` where all axes are manual: XLA would gather what a kernel takes."""
         if not self.others:
             return f
-        mapped: Callable[..., jax.Array] = jax.shard_map(
+        return jax.shard_map(
             f,
             in_specs=(self.spec,),
             out_specs=self.spec,
             axis_names=set(self.others),
             check_vma=False,
         )
-        return mapped
 
 
 @dataclasses.dataclass(frozen=True)

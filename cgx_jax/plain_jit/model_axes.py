@@ -103,8 +103,7 @@ class Shards:
     def local(self, ranks: Ranks, arrays: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the parameters' shards over the other axes."""
         specs = self.specs or [_REPLICATED] * len(arrays)
-        shapes: list[jax.ShapeDtypeStruct] = shards_of(list(arrays), specs, ranks.mesh)
-        return shapes
+        return shards_of(list(arrays), specs, ranks.mesh)
 
 
 def as_now(specs: Pytree) -> Pytree:

@@ -84,8 +84,7 @@ class GradientMean:
         """
         if state is not None:
             sync = dataclasses.replace(self.sync, cuts=cuts)
-            out: tuple[Pytree, Pytree] = sync.update(grads, state)
-            return out
+            return sync.update(grads, state)
         options = Options.resolve(CALLER, self.sync.axis_name, mean=True, **self.sync.how)
         leaves, treedef = jax.tree.flatten(grads)
         pairs = zip(leaves, dimensions, strict=True)

@@ -68,8 +68,7 @@ class Ranks:
         entries = [*without(known, self.names), *(None,) * x.ndim][: x.ndim]
         if d is not None:
             entries[d] = (*self.names, *axes_of(Spec(entries[d])))
-        placed: jax.Array = jax.reshard(x, NamedSharding(self.mesh, Spec(*entries)))
-        return placed
+        return jax.reshard(x, NamedSharding(self.mesh, Spec(*entries)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,8 +179,7 @@ class Adaptive(Policy):
             values = [in_units(i) for i in self._adaptive]
             return self.sampler.observe(old, values, axes, self.decay)
 
-        out: Statistics = jax.lax.cond(step % self.sample_every == 0, measure, lambda old: old, old)
-        return out
+        return jax.lax.cond(step % self.sample_every == 0, measure, lambda old: old, old)
 
     # --- around the step.
 

@@ -94,11 +94,9 @@ def _lowest(tried: np.ndarray, goal: np.ndarray, pool: np.ndarray) -> np.ndarray
     near = np.exp(-_distances(pool, tried) / width)
     mean = near @ inverse @ ((goal - goal.mean()) / scale)
     variance = 1 - ((near @ inverse) * near).sum(axis=1)
-    out: np.ndarray = mean - SPREAD * np.sqrt(np.maximum(variance, 0))
-    return out
+    return mean - SPREAD * np.sqrt(np.maximum(variance, 0))
 
 
 def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     squares = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1)
-    out: np.ndarray = squares - 2.0 * (a @ b.T)
-    return out
+    return squares - 2.0 * (a @ b.T)

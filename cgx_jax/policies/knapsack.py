@@ -64,15 +64,13 @@ class _Node(NamedTuple):
 
 
 def _of(table: np.ndarray, choice: np.ndarray) -> np.ndarray:
-    out: np.ndarray = table[np.arange(len(table)), choice]
-    return out
+    return table[np.arange(len(table)), choice]
 
 
 def _first(key: np.ndarray, tie: np.ndarray) -> np.ndarray:
     """Returns each leaf's candidate of least key, and among equals that of least `tie`."""
     least = key == key.min(axis=1, keepdims=True)
-    out: np.ndarray = np.where(least, tie, np.inf).argmin(axis=1)
-    return out
+    return np.where(least, tie, np.inf).argmin(axis=1)
 
 
 def _relax(cost: np.ndarray, weight: np.ndarray, budget: float) -> list[_Node]:

@@ -156,8 +156,7 @@ class Linear(_ByWidth):
         largest = problem.norm.max(initial=np.finfo(float).tiny)
         with np.errstate(divide="ignore"):
             width = np.ceil(self.most + np.log2(problem.norm / largest))
-        out: np.ndarray = np.searchsorted(problem.bits, np.clip(width, self.least, self.most))
-        return out
+        return np.searchsorted(problem.bits, np.clip(width, self.least, self.most))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +187,7 @@ class KMeans(_ByWidth):
             warnings.simplefilter("ignore", UserWarning)
             centroids, cluster = kmeans2(points, start, CLUSTER_STEPS, minit="matrix")
         rank = centroids[:, 0].argsort(kind="stable").argsort()
-        out: np.ndarray = allowed.stop - count + rank[cluster]
-        return out
+        return allowed.stop - count + rank[cluster]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,7 @@ class AllGather(OfRows):
     needs: ClassVar[frozenset[str]] = frozenset({"gather"})
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
-        bound: jax.Array = jax.vmap(compressor.error_bound)(x)
-        return bound
+        return jax.vmap(compressor.error_bound)(x)
 
     def run(self, job: Job, given: Operands) -> Reduced:
         rank, seed, leaves = job.axes.rank(), given.seeds[0], given.leaves

@@ -86,8 +86,7 @@ def _words(leaves: Sequence[CodedLeaf], seed: Words, world: int) -> Words:
     """Returns the words that the rows draw their noise from, uint32[world, 2]."""
     if not any(leaf.compressor.needs_key for leaf in leaves):
         return np.zeros((world, 2), np.uint32)
-    words: jax.Array = jax.vmap(lambda row: folded(seed, row))(jnp.arange(world, dtype=jnp.uint32))
-    return words
+    return jax.vmap(lambda row: folded(seed, row))(jnp.arange(world, dtype=jnp.uint32))
 
 
 def _fused(job: Job, words: Words, leaves: Sequence[jax.Array]) -> list[jax.Array]:

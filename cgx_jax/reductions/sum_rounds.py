@@ -37,8 +37,7 @@ class SumRounds(Reduction):
         return -(-2 * (world - 1) * arrays // world)
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
-        out: jax.Array = compressor.error_bound_of_sum(x) / divisor
-        return out
+        return compressor.error_bound_of_sum(x) / divisor
 
     def run(self, job: Job, given: Operands) -> Reduced:
         values, world = given.values(), job.axes.world

@@ -185,10 +185,7 @@ class _Workers:
 
     def init(self, params: Pytree) -> LocalState:
         specs = specs_in_types(params) if self.specs is None else self.specs
-        state: LocalState = init_on_shards(
-            self.name, self._init, params, specs, self.axis_name, self.mesh
-        )
-        return state
+        return init_on_shards(self.name, self._init, params, specs, self.axis_name, self.mesh)
 
     def _init(self, params: Pytree) -> LocalState:
         like = jax.eval_shape(lambda p: p, params)

@@ -79,8 +79,7 @@ def step_on_ranks(
     def times_world(x: jax.Array) -> jax.Array:
         # Parts may be as large as their sum, so float16 might not hold `world` times as much.
         wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
-        own: jax.Array = _compat.own(x, names).astype(wide) * world
-        return own
+        return _compat.own(x, names).astype(wide) * world
 
     def local(updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
         pairs = zip(jax.tree.leaves(updates), parts, strict=True)
@@ -89,12 +88,11 @@ def step_on_ranks(
         means, after = step(jax.tree.unflatten(treedef, own), state, tuple(cuts))
         return jax.tree.map(lambda y, x: as_gradient(y, x.dtype), means, updates), after
 
-    out: tuple[Pytree, SyncState] = jax.shard_map(
+    return jax.shard_map(
         local,
         in_specs=(jax.tree.unflatten(treedef, before), kept),
         out_specs=(jax.tree.unflatten(treedef, after), kept),
     )(updates, state)
-    return out
 
 
 def require_parts(caller: str, names: tuple[str, ...], updates: Pytree, policy: Any) -> None:

@@ -161,8 +161,7 @@ def finite_everywhere(share: Whole, means: Sequence[Any], skipped: Any) -> Any:
     finite = all_finite([x for x in means if jnp.issubdtype(jnp.result_type(x), jnp.inexact)])
     finite = share.axes.on_every_rank(finite & jnp.logical_not(skipped), alike=share.alike)
     # XLA would otherwise compute it again for each value that is kept or not.
-    barred: jax.Array = lax.optimization_barrier(finite)
-    return barred
+    return lax.optimization_barrier(finite)
 
 
 def as_gradient(mean: Any, dtype: DTypeLike) -> Any:

@@ -91,8 +91,7 @@ def own_row(rows: Pytree) -> Pytree:
     """Returns this rank's row of a tree of rows."""
     # Without the barriers, here and in `as_rows`, XLA fuses the reshapes with what is computed.
     # Then it cannot write a new row over the old one, and copies both.
-    own: Pytree = lax.optimization_barrier(jax.tree.map(lambda x: lax.squeeze(x, (0,)), rows))
-    return own
+    return lax.optimization_barrier(jax.tree.map(lambda x: lax.squeeze(x, (0,)), rows))
 
 
 def as_rows(axes: Axes, own: Pytree) -> Pytree:

@@ -108,8 +108,7 @@ class _Vectors:
     def flat(self, x: jax.Array) -> jax.Array:
         """Returns the vectors of f32[lines, WIDTH] one after the other, f32[N]."""
         begins = np.repeat(self.starts * WIDTH - self.places[:-1], np.diff(self.places))
-        flat: jax.Array = x.reshape(-1)[(begins + np.arange(len(begins))).astype(np.int32)]
-        return flat
+        return x.reshape(-1)[(begins + np.arange(len(begins))).astype(np.int32)]
 
     def filled(self, squares: Sequence[Squares]) -> jax.Array:
         """Returns sums of squares in their places, f32[lines, WIDTH]; 0 where there are none."""

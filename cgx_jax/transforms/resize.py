@@ -91,5 +91,4 @@ def _mean(rows: np.ndarray) -> np.ndarray:
             f"{_NAME}: rows of {rows.dtype}{list(rows.shape[1:])} differ between ranks, and "
             "integers have no mean; begin with the state of a new init."
         )
-    first: np.ndarray = rows[0]
-    return first
+    return rows[0]

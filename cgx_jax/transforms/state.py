@@ -299,8 +299,7 @@ def by_tree(
 
 def trees_of(memory: Any) -> tuple[Pytree, ...]:
     """Returns the trees of the memory in a state."""
-    trees: tuple[Pytree, ...] = memory.trees if isinstance(memory, InRates) else memory
-    return trees
+    return memory.trees if isinstance(memory, InRates) else memory
 
 
 def as_memory(trees: Any, in_rates: bool) -> Pytree:

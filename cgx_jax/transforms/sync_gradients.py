@@ -194,10 +194,7 @@ class Sync:
         return how if self.dimensions is None else how | {"collective": Collective.REDUCE_SCATTER}
 
     def init(self, params: Pytree) -> SyncState:
-        state: SyncState = init_on_shards(
-            self.name, self._init, params, self.specs, self.axis_name, self.mesh
-        )
-        return state
+        return init_on_shards(self.name, self._init, params, self.specs, self.axis_name, self.mesh)
 
     def _init(self, params: Pytree) -> SyncState:
         check_wrappers(self.name, checked=False, shards=self.dimensions is not None)
@@ -307,10 +304,7 @@ class Sync:
         if specs is not None:
             each = specs_of(self.name, specs, updates, names, None)
             return on_shards(self.name, self._on_shards, each, updates, state)
-        out: tuple[Pytree, SyncState] = self._planned(self._step, updates, state)(
-            updates, state, None
-        )
-        return out
+        return self._planned(self._step, updates, state)(updates, state, None)
 
     def _on_shards(
         self, updates: Pytree, state: SyncState, cuts: tuple[Cut, ...]
@@ -363,8 +357,7 @@ class Sync:
         updates = self._own(updates)
         if self.specs is not None:
             return no_ticket(Axes.resolve(self.name, self._names, None))
-        ticket: jax.Array = self._planned(self._started, updates, state)(updates, state)
-        return ticket
+        return self._planned(self._started, updates, state)(updates, state)
 
     def finish(
         self, updates: Pytree, state: SyncState, ticket: jax.Array
@@ -372,10 +365,7 @@ class Sync:
         """Returns what `update` of the same operands returns."""
         if self.specs is not None:
             return self.update(updates, state)
-        out: tuple[Pytree, SyncState] = self._planned(self._step, updates, state)(
-            updates, state, ticket
-        )
-        return out
+        return self._planned(self._step, updates, state)(updates, state, ticket)
 
     def _planned(
         self, step: Callable[..., Any], updates: Pytree, state: SyncState

@@ -34,8 +34,7 @@ def relative(seconds: np.ndarray) -> np.ndarray:
     geometric one, and the result is a logarithm.
     """
     times = np.log(seconds)
-    out: np.ndarray = np.median(times - times.mean(axis=1, keepdims=True), axis=0)
-    return out
+    return np.median(times - times.mean(axis=1, keepdims=True), axis=0)
 
 
 class Turns:
