@@ -120,6 +120,12 @@ def map_with_paths(f: Callable[..., Any], tree: Pytree, *others: Pytree) -> Pytr
     return treedef.unflatten(map(f, paths, leaves, *rest))
 
 
+def same_structure(a: Pytree, b: Pytree) -> bool:
+    """Whether two trees have the same structure."""
+    structure: Any = jax.tree.structure(a)
+    return bool(structure == jax.tree.structure(b))
+
+
 def _is_variable(x: object) -> bool:
     """Whether `x` is a variable of Flax NNX, without importing Flax."""
     nnx = sys.modules.get("flax.nnx")

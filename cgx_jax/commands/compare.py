@@ -18,6 +18,7 @@ from cgx_jax.commands.bench import quartiles, spread
 from cgx_jax.commands.trial import ALONE, ERROR_STEPS, METHODS, Trial
 from cgx_jax.host import agreement, files, installation
 from cgx_jax.host.console import Column, Progress, table_lines
+from cgx_jax.leaves import same_structure
 from cgx_jax.tuning.link_timer import LinkTimer, size_text
 
 EXPLANATION = f"""\
@@ -254,21 +255,16 @@ class _Running:
         batch = self.batches[self.calls % len(self.batches)]
         self.calls += 1
         results = jax.block_until_ready(self.step(*self.state, *batch))
-        if len(self.state) == 1 and _same(results, self.state[0]):
+        if len(self.state) == 1 and same_structure(results, self.state[0]):
             results = (results,)
         new = results[: len(self.state)] if isinstance(results, tuple) else ()
-        if not _same(new, self.state):
+        if not same_structure(new, self.state):
             raise Refused(
                 f"compare: the step took a state of {_shown(self.state)} and returned "
                 f"{_shown(results)} that does not begin with such a state; return the parts of the "
                 "new state first: params, opt_state, loss."
             )
         self.state = new
-
-
-def _same(a: Any, b: Any) -> bool:
-    shape: Any = jax.tree.structure(a)
-    return bool(shape == jax.tree.structure(b))
 
 
 def print_rows(rows: Sequence[Json], *, head: bool = True) -> None:

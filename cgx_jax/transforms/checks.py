@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Pytree
-from cgx_jax.leaves import Leaf, path_of, with_paths
+from cgx_jax.leaves import Leaf, path_of, same_structure, with_paths
 from cgx_jax.plan import Plan
 from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.statistics import Statistics
@@ -329,8 +329,7 @@ def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
                 kept = kept[place] if whole else None
             skip = 0 if compressor.shares_state else 1  # the row of this rank
             found = [list(x.shape[skip:]) for x in jax.tree.leaves(kept)]
-            known: Any = jax.tree.structure(wanted)
-            if shapes != found or jax.tree.structure(kept) != known:
+            if shapes != found or not same_structure(kept, wanted):
                 held = "that of other compressors" if shapes == found else found
                 raise ValueError(
                     f"{caller}: the state of {compressor} of leaf {leaf.path!r} is {held} here, "

@@ -18,7 +18,7 @@ from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
 from cgx_jax.arguments import whole_number
 from cgx_jax.axes import Axes, after, names_of
-from cgx_jax.leaves import leaves_of, map_with_paths, path_of
+from cgx_jax.leaves import leaves_of, map_with_paths, path_of, same_structure
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
@@ -337,8 +337,7 @@ class _Workers:
         if is_any_tree(own):
             return state
         state, after = jax.tree.map(jnp.asarray, state), self._outer_after(own)
-        known: Any = jax.tree.structure(state)
-        if jax.tree.structure(after) != known:
+        if not same_structure(after, state):
             raise ValueError(
                 f"{self.name}: the update of the outer optimizer returns another tree than its "
                 "init, so it has no state that fits both."
@@ -401,21 +400,18 @@ class _Workers:
         inner: Any = jax.eval_shape(init, like)
         both = inner, own_row(state.optimizer)
         shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in both]
-        same: Any = jax.tree.structure(inner)
-        if jax.tree.structure(state.optimizer) != same or shapes[0] != shapes[1]:
+        if not same_structure(inner, state.optimizer) or shapes[0] != shapes[1]:
             raise ValueError(f"{self.name}: the state is of another inner optimizer. {remedy}")
         for part, fragment in zip(parts, state.fragments, strict=True):
             own = part.of(like)
-            none: Any = jax.tree.structure(())
-            held, needed = map(jax.tree.structure, (fragment.waiting, own if self.delay else ()))
-            if (held == none) != (needed == none):
+            waits = not same_structure(fragment.waiting, ())
+            if waits != (self.delay > 0 and not same_structure(own, ())):
                 raise ValueError(
                     f"{self.name}: delay={self.delay}, but the state was made "
                     f"{'without' if self.delay else 'with'} a delay. {remedy}"
                 )
             made: Any = jax.eval_shape(self._outer_init, own)
-            known: Any = jax.tree.structure(fragment.outer)
-            if jax.tree.structure(made) != known:
+            if not same_structure(made, fragment.outer):
                 raise ValueError(
                     f"{self.name}: the state is of another outer optimizer, or of fragments with "
                     f"other leaves. {remedy}"
