@@ -189,9 +189,10 @@ class _Workers:
 
     def _init(self, params: Pytree) -> LocalState:
         like = jax.eval_shape(lambda p: p, params)
+        rows = functools.partial(rows_of, self.axis_name, self.mesh, self.name)
 
-        def moved() -> Pytree:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        def zeros(tree: Pytree) -> Pytree:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
         def none() -> Any:
             count = jnp.zeros((), jnp.int32)  # each its own array, so that it can be donated
@@ -201,28 +202,23 @@ class _Workers:
             return lax.with_sharding_constraint(count, at)
 
         def none_sent(own: Pytree) -> tuple[Pytree, Pytree]:
-            if not self.delay:
-                return (), ()
-            empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), own)
-            return empty, jnp.zeros(2, jnp.uint32)
+            return (zeros(own), jnp.zeros(2, jnp.uint32)) if self.delay else ((), ())
 
         made = []
         for part in self._parts(params):
             own = part.of(params)
-            make = functools.partial(none_sent, part.of(like))
-            waiting, ticket = rows_of(make, self.axis_name, self.mesh, self.name)
+            waiting, ticket = rows(functools.partial(none_sent, part.of(like)))
             outer = self._outer_init(own)
             late = waiting, ticket, none() if self.delay else ()
             made.append(Fragment(part.sync.init(own), outer, *late))
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
-        return LocalState(
-            none(),
-            rows_of(moved, self.axis_name, self.mesh, self.name),
-            rows_of(self.inner.init, self.axis_name, self.mesh, self.name, operands=(params,)),
-            fragments,
+        moved, optimizer = (
+            rows(functools.partial(zeros, like)),
+            rows(self.inner.init, operands=(params,)),
         )
+        return LocalState(none(), moved, optimizer, fragments)
 
     def update(
         self,

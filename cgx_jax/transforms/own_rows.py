@@ -27,10 +27,10 @@ def axes_of(caller: str, axis_name: AxisName) -> AxisName:
 
 
 def rows_of(
-    make: Callable[..., Any],
     axis_name: AxisName,
     mesh: Mesh | AbstractMesh | None,
     caller: str,
+    make: Callable[..., Any],
     specs: Pytree = None,
     operands: Pytree = (),
 ) -> Pytree:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
@@ -19,13 +19,15 @@ from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf, leaves_of, map_with_paths, path_of
 from cgx_jax.plan import Plan
 from cgx_jax.transforms.memory import Memory
-from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row, rows_of
+from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row
 from cgx_jax.transforms.precondition import Moments, SecondMoment
 
 CALLER = "sync_gradients"
 
 # The compressors that each leaf may take: one under a plan, several under an adaptive policy.
 Choices = Sequence[tuple[Compressor, ...]]
+
+Rows = Callable[..., Pytree]  # `rows_of` of some ranks
 
 
 class PerRank(enum.Enum):
@@ -355,13 +357,7 @@ def kept_by(memory: Memory | None) -> int:
     return len(jax.eval_shape(memory.init, jax.ShapeDtypeStruct((), jnp.float32)))
 
 
-def init_memory(
-    memory: Memory | None,
-    params: Pytree,
-    axis_name: AxisName,
-    mesh: Mesh | AbstractMesh | None,
-    caller: str = CALLER,
-) -> Pytree:
+def init_memory(memory: Memory | None, params: Pytree, rows: Rows) -> Pytree:
     """Returns the memories before the first step: a row for each rank."""
     if memory is None:
         return ()
@@ -374,17 +370,11 @@ def init_memory(
     count = kept_by(memory)
     make = lambda: by_tree([memory.init(x) for x in like], treedef, count)  # noqa: E731
     specs = [(PartitionSpec() if s is None else s.spec,) * count for s in shardings]
-    rows = rows_of(make, axis_name, mesh, caller, by_tree(specs, treedef, count))
-    return as_memory(rows, memory.in_rates)
+    return as_memory(rows(make, specs=by_tree(specs, treedef, count)), memory.in_rates)
 
 
 def init_overflow(
-    memory: Memory | None,
-    choices: Choices,
-    treedef: jax.tree_util.PyTreeDef,
-    axis_name: AxisName,
-    mesh: Mesh | AbstractMesh | None,
-    caller: str,
+    memory: Memory | None, choices: Choices, treedef: jax.tree_util.PyTreeDef, rows: Rows
 ) -> Pytree:
     """Returns the counts before the first step; () if codes always have room, or no memory."""
     if memory is None or not any(c.has_rooms for some in choices for c in some):
@@ -393,16 +383,11 @@ def init_overflow(
     def none() -> Pytree:
         return jax.tree.unflatten(treedef, [jnp.zeros((), jnp.int32)] * treedef.num_leaves)
 
-    return rows_of(none, axis_name, mesh, caller)
+    return rows(none)
 
 
 def init_codes(
-    leaves: Sequence[Leaf],
-    choices: Choices,
-    treedef: jax.tree_util.PyTreeDef,
-    axis_name: AxisName,
-    mesh: Mesh | AbstractMesh | None,
-    caller: str,
+    leaves: Sequence[Leaf], choices: Choices, treedef: jax.tree_util.PyTreeDef, rows: Rows
 ) -> Pytree:
     """Returns the compressors' states before the first step; () if none has state."""
     if not any(has_state(c, x) for x, some in zip(leaves, choices, strict=True) for c in some):
@@ -420,7 +405,7 @@ def init_codes(
         ]
         return jax.tree.unflatten(treedef, made)
 
-    return CodeState(rows_of(lambda: states(False), axis_name, mesh, caller), states(True))
+    return CodeState(rows(lambda: states(False)), states(True))
 
 
 def _of_choices(states: Sequence[Pytree]) -> Pytree:

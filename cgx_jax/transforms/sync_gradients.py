@@ -51,7 +51,7 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.inner_axes import init_on_shards, on_shards, specs_in_types, specs_of
 from cgx_jax.transforms.memory import Memory
-from cgx_jax.transforms.own_rows import axes_of, is_bound
+from cgx_jax.transforms.own_rows import axes_of, is_bound, rows_of
 from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.shares import Shards, Whole
 from cgx_jax.transforms.state import (
@@ -223,9 +223,9 @@ class Sync:
             known, choices = list(plans[0].leaves), _choices(plans)
         if self.precondition is not None:
             moments = self.precondition.init(params)
-        rows: tuple[Any, ...] = (self.axis_name, self.mesh, self.name)
-        codes = init_codes(known, choices, treedef, *rows)
-        overflow = init_overflow(self.memory, choices, treedef, *rows)
+        rows = functools.partial(rows_of, self.axis_name, self.mesh, self.name)
+        codes = init_codes(known, choices, treedef, rows)
+        overflow = init_overflow(self.memory, choices, treedef, rows)
         whole = any(part != () for part in (codes, statistics, overflow))
         if bound and not (self.memory is None and self.precondition is None and not whole):
             self._require_one_state(given, whole)
@@ -238,7 +238,7 @@ class Sync:
                 shared = lax.with_sharding_constraint(codes.shared, replicated)
                 codes = codes._replace(shared=shared)
             moments = lax.with_sharding_constraint(moments, replicated)
-        remembered = init_memory(self.memory, params, *rows)
+        remembered = init_memory(self.memory, params, rows)
         return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
 
     def _require_one_state(self, params: Pytree, whole: bool) -> None:
