@@ -199,7 +199,10 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
         collective = reduction.collective
         if collective is not None and collective.value in exchange.can:
             by = [_reduced(reduction, collective, e) for e in (exchange, Xla())]
-            _alike(mesh, axis, exchange, x, *by)
+            got, want = (_over(mesh, axis, exchange, x, f) for f in by)
+            for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
+                same = np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+                _require(same, f"{exchange}: a fused call returns other bytes than separate calls")
 
 
 def check_loss(
@@ -318,20 +321,6 @@ def _same(
             same,
             f"{exchange}.{method.__name__} of {list(x.shape)}: bytes are not where they belong",
         )
-
-
-def _alike(
-    mesh: Mesh,
-    axis: str,
-    exchange: Exchange,
-    x: np.ndarray,
-    one: Callable[..., Pytree],
-    other: Callable[..., Pytree],
-) -> None:
-    got, want = (_over(mesh, axis, exchange, x, f) for f in (one, other))
-    for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
-        same = np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
-        _require(same, f"{exchange}: a fused call returns other bytes than separate calls")
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -86,7 +86,12 @@ class Mpi(Exchange):
                 raise ValueError(f"Mpi: {name}={value} must be in [{low:g}, {high:g}].")
 
     def missing(self, axes: Sequence[str] = ()) -> str | None:
-        return _missing() or (_refusal_of_axes(axes) if axes else None)
+        if (problem := _missing() or (fused.refusal_of_axes(axes) if axes else None)) is not None:
+            return problem
+        size = jax.sharding.get_abstract_mesh().size
+        if axes and size != jax.process_count():
+            return f"the mesh has {size} devices, but it must have all {jax.process_count()}"
+        return None
 
     def here(self) -> bool:
         mpi = sys.modules.get("mpi4py.MPI")
@@ -180,16 +185,6 @@ def _missing() -> str | None:
             f"this process has {jax.local_device_count()} devices, but it must have 1; start one "
             "process per rank instead"
         )
-    return None
-
-
-def _refusal_of_axes(axes: Sequence[str]) -> str | None:
-    """Returns what is wrong with the axes that are bound where this is traced, or None."""
-    if (problem := fused.refusal_of_axes(axes)) is not None:
-        return problem
-    size = jax.sharding.get_abstract_mesh().size
-    if size != jax.process_count():
-        return f"the mesh has {size} devices, but it must have all {jax.process_count()}"
     return None
 
 

@@ -247,7 +247,16 @@ class Adaptive(Policy):
         message, failed = b"", None
         if jax.process_index() == 0:
             try:
-                made = self._decision(averages)
+                made = decide(
+                    averages,
+                    self._subject,
+                    self.solver,
+                    self.progress.current,
+                    self.progress.plans,
+                    hysteresis=self.hysteresis,
+                    max_plans=self.max_plans,
+                    before=last_norm(self.progress.history),
+                )
                 fields = {"outcome": made.outcome, "leaves": made.leaves}
                 message = json.dumps(fields | pack([made.compressors])).encode()
             except Exception as error:  # a user's solver may raise anything
@@ -262,19 +271,6 @@ class Adaptive(Policy):
         packed = Packed(fields["compressors"], fields["plans"])
         (compressors,) = unpack(packed, self.known, "the plan of process 0")
         return Decision(fields["outcome"], compressors, tuple(fields["leaves"]))
-
-    def _decision(self, averages: dict[str, np.ndarray]) -> Decision:
-        """Returns the decision from averaged statistics; raises what the solver raises."""
-        return decide(
-            averages,
-            self._subject,
-            self.solver,
-            self.progress.current,
-            self.progress.plans,
-            hysteresis=self.hysteresis,
-            max_plans=self.max_plans,
-            before=last_norm(self.progress.history),
-        )
 
     def _adopt(
         self, decision: Decision, averages: dict[str, np.ndarray], nonfinite: np.ndarray

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from cgx_jax._types import Pytree
 from cgx_jax.leaves import Leaf, path_of, same_structure, with_paths
@@ -171,8 +170,13 @@ def check_state(
     for tree in trees:
         require_rows(expected, "memory", tree)
         for x, leaf in zip(jax.tree.leaves(tree), leaves, strict=True):
-            _require_kind(caller, leaf, x.dtype)
-            if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4:
+            inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+            if jnp.issubdtype(leaf.dtype, jnp.inexact) and not inexact:  # rounds residuals to 0
+                raise ValueError(
+                    f"{caller}: the memory of leaf {leaf.path!r} is {x.dtype}, but the gradient is "
+                    f"{leaf.dtype}; give init parameters of a floating dtype."
+                )
+            if inexact and x.dtype.itemsize < 4:
                 raise _cast(caller, f"memory of leaf {leaf.path!r}", x, "fp32 or wider")
     if state.overflow != ():
         require_paths(expected, "overflow", (state.overflow,))
@@ -283,15 +287,6 @@ def require_rows(expected: Expected, what: str, tree: Pytree) -> None:
                 f"its {what} is {list(x.shape)}, but the gradient, {list(leaf.shape)}, needs "
                 f"{[1, *leaf.shape]}. {expected.remedy}"
             )
-
-
-def _require_kind(caller: str, leaf: Leaf, dtype: DTypeLike) -> None:
-    """Raises ValueError for a memory of integers, which would round residuals to 0."""
-    if jnp.issubdtype(leaf.dtype, jnp.inexact) and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
-            f"{caller}: the memory of leaf {leaf.path!r} is {dtype}, but the gradient is "
-            f"{leaf.dtype}; give init parameters of a floating dtype."
-        )
 
 
 def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
