@@ -287,17 +287,9 @@ def _switch(
         (folder / "hosts").write_text("".join(f"{number} {name}\n" for number, name in names))
         hosts = []
         for rank in range(world):
-            program = [
-                "sh",
-                "-c",
-                _HOST,
-                "sh",
-                str(folder / "hosts"),
-                f"cgx-host{rank}",
-                "mpi" * mpi,
-            ]
-            apart = ["unshare", "--net", "--mount", "--uts", "--ipc"]
-            hosts.append(str(_up(stack, f"host {rank}", [*apart, *program])))
+            apart = ["unshare", "--net", "--mount", "--uts", "--ipc", "sh", "-c", _HOST, "sh"]
+            own = [str(folder / "hosts"), f"cgx-host{rank}", "mpi" * mpi]
+            hosts.append(str(_up(stack, f"host {rank}", [*apart, *own])))
         os.environ[_PROCESSES] = ",".join([str(os.getpid()), *hosts])
         _link(hosts, bridged=not delay)
         shape(rate)

@@ -271,15 +271,8 @@ class ValueAndGrad:
         ranks = Ranks.of(options.names, mesh)
         if state is not None:
             require_rows_of(CALLER, state, ranks.world)
-        program = Program(
-            self._loss_fn,
-            arguments,
-            tuple(places),
-            ranks,
-            options.has_aux,
-            options.ratio,
-            options.single,
-        )
+        how = options.has_aux, options.ratio, options.single
+        program = Program(self._loss_fn, arguments, tuple(places), ranks, *how)
         step = self._step(program, arrays)
         if state is not None:
             step.shards.require_whole()
