@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 from cgx_jax import _compat
 from cgx_jax._types import Shaped, Words
 from cgx_jax.kernels import chunk, platforms, reference, scaling
-from cgx_jax.kernels.scaling import Residuals
+from cgx_jax.kernels.scaling import Residuals, Shapes
 from cgx_jax.kernels.units import Units
 from cgx_jax.kernels.wire import Layout
 
@@ -164,7 +164,7 @@ def _reduce_shapes(
     return [chunk, *(_compat.result_aval(x.shape, x.dtype, key) for x in residuals)]
 
 
-def _decode_shapes(payload: Any, *factors: Any, shapes: Any, batch: int, **_: Any) -> Any:
+def _decode_shapes(payload: Any, *factors: Any, shapes: Shapes, batch: int, **_: Any) -> Any:
     return [_compat.result_aval(lead(batch, shape), dtype, payload) for shape, dtype in shapes]
 
 
@@ -202,13 +202,7 @@ def _encode_jnp(
 
 
 def reduce_jnp(
-    key: jax.Array,
-    rank: jax.Array,
-    payload: jax.Array,
-    *leaves: jax.Array,
-    layout: Layout,
-    divisor: float,
-    batch: int,
+    key: Any, rank: Any, payload: Any, *leaves: Any, layout: Layout, divisor: float, batch: int
 ) -> Any:
     """The kernel cgx_reduce, in plain jnp."""
     one = functools.partial(chunk.reduce, layout=layout, divisor=divisor)
@@ -222,13 +216,7 @@ def reduce_jnp(
     return [first, *(r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True))]
 
 
-def _decode_jnp(
-    payload: jax.Array,
-    *,
-    layout: Layout,
-    shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
-    batch: int,
-) -> Any:
+def _decode_jnp(payload: jax.Array, *, layout: Layout, shapes: Shapes, batch: int) -> Any:
     one = functools.partial(reference.decode, layout=layout, dtypes=[d for _, d in shapes])
     (payload,) = flat(batch, [payload], layout.world, layout.chunk_bytes)
     out = _all(one, batch, payload)
@@ -236,13 +224,7 @@ def _decode_jnp(
 
 
 def _accumulate_jnp(
-    rank: jax.Array,
-    payload: jax.Array,
-    *leaves: jax.Array,
-    layout: Layout,
-    divisor: float,
-    peers: int,
-    batch: int,
+    rank: Any, payload: Any, *leaves: Any, layout: Layout, divisor: float, peers: int, batch: int
 ) -> Any:
     one = functools.partial(reference.accumulate, layout=layout, divisor=divisor)
     (payload,) = flat(batch, [payload], peers, layout.total_bytes)

@@ -8,7 +8,7 @@ batch dimension, as those of the primitives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from cgx_jax.kernels.wire import Layout
 IN, OUT = 0, 1
 LeavesUnits: TypeAlias = Units | Sequence[Unit] | None  # None: no leaf has any
 Residuals: TypeAlias = list[jax.Array] | None  # one per leaf; None if not asked for
+Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], np.dtype]]  # of leaves, with their dtypes
 
 
 def multiply(x: jax.Array, unit: Unit, way: int, *, batch: int = 1) -> jax.Array:
@@ -126,13 +127,7 @@ def reduce(
 
 
 def decode(
-    primitive: Primitive,
-    payload: jax.Array,
-    factors: jax.Array,
-    *,
-    layout: Layout,
-    shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
-    batch: int,
+    primitive: Primitive, payload: Any, factors: Any, *, layout: Layout, shapes: Shapes, batch: int
 ) -> list[jax.Array]:
     """Does `decode_p` with units: multiplies decoded values, then rounds them to their dtypes."""
     units = _units([factors], layout)
