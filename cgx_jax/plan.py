@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -140,10 +140,14 @@ class Plan:
                 )
 
 
+# What a call takes for the codes of its leaves.
+Codes: TypeAlias = Compressor | Policy | Plan | None
+
+
 def resolve(
     caller: str,
     tree: Pytree,
-    policy: Compressor | Policy | Plan | None,
+    policy: Codes,
     *,
     fusion_bytes: int = FUSION_BYTES,
     adapts: bool = False,

@@ -9,7 +9,7 @@ import jax
 from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
-from cgx_jax.plan import Plan, resolve
+from cgx_jax.plan import Codes, Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.route.route import Chooser, Options, route
@@ -116,9 +116,7 @@ def pmean_compressed(
     return _all_reduce(options, tree, compressor, key)
 
 
-def _all_reduce(
-    options: Options, tree: Pytree, compressor: Compressor | Policy | Plan | None, key: Key
-) -> Pytree:
+def _all_reduce(options: Options, tree: Pytree, compressor: Codes, key: Key) -> Pytree:
     plan = resolve(options.name, tree, compressor)
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, values_of(route(options, plan), leaves, key))

@@ -16,11 +16,9 @@ from cgx_jax import _compat
 from cgx_jax._types import Dimensions, Key, Pytree
 from cgx_jax.arguments import folded
 from cgx_jax.collective import Collective
-from cgx_jax.compressors import Compressor
 from cgx_jax.debug import nonfinite
 from cgx_jax.leaves import Leaf, dimensions_of, leaves_of, where_of
-from cgx_jax.plan import Plan, resolve
-from cgx_jax.policies.rules import Policy
+from cgx_jax.plan import Codes, Plan, resolve
 from cgx_jax.route.route import Options, Route, route
 from cgx_jax.route.run import Inputs, run, watched
 
@@ -28,12 +26,7 @@ Shape = tuple[int, ...]
 
 
 def reduce_scatter(
-    options: Options,
-    tree: Pytree,
-    policy: Compressor | Policy | Plan | None,
-    dimensions: Dimensions,
-    tiled: bool,
-    key: Key,
+    options: Options, tree: Pytree, policy: Codes, dimensions: Dimensions, tiled: bool, key: Key
 ) -> Pytree:
     """Returns this rank's slice of the sum of every leaf, cut along its dimension."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -100,12 +93,7 @@ class Gather:
 
     @classmethod
     def of(
-        cls,
-        options: Options,
-        shards: Pytree,
-        policy: Compressor | Policy | Plan | None,
-        dimensions: Dimensions,
-        tiled: bool,
+        cls, options: Options, shards: Pytree, policy: Codes, dimensions: Dimensions, tiled: bool
     ) -> Gather:
         """Decides how shards with these shapes and dtypes travel."""
         nonfinite.refuse_skip(options.name)
@@ -144,9 +132,7 @@ class Gather:
         options.axes.check_plain(options.name, list(pairs))
         return leaves, treedef
 
-    def transposed(
-        self, policy: Compressor | Policy | Plan | None
-    ) -> Callable[[Pytree, Key], Pytree]:
+    def transposed(self, policy: Codes) -> Callable[[Pytree, Key], Pytree]:
         """Returns the derivative: it scatters the sums of cotangents, compressed by `policy`.
 
         It takes the key of the gather, and draws other noise. Integers have no derivative: None.
