@@ -7,6 +7,7 @@ Call them from a test, for instance on simulated devices:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -181,25 +182,25 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
     100,000 bytes must arrive where they belong. A fused call must return the same bytes as separate
     kernels around XLA's collectives. Raises AssertionError with the problem.
     """
-    world = mesh.shape[axis]
+    world, over = mesh.shape[axis], functools.partial(_over, mesh, axis, exchange)
     for size in (0, 1, 13, 100_000):
         rows = np.random.default_rng(size).integers(0, 256, (world, world, size), np.uint8)
         if "scatter" in exchange.can:
-            _same(mesh, axis, exchange, Exchange.scatter, rows, rows.swapaxes(0, 1))
+            _same(over, exchange, "scatter", rows, rows.swapaxes(0, 1))
         if "gather" in exchange.can:
             every = np.broadcast_to(rows[:, 0], (world, world, size))
-            _same(mesh, axis, exchange, Exchange.gather, rows[:, 0], every)
+            _same(over, exchange, "gather", rows[:, 0], every)
         if "permute" in exchange.can and world > 1:
             # Every rank but the last sends to the next, so the first receives nothing.
             pairs = [(r, r + 1) for r in range(world - 1)]
             moved = np.concatenate([np.zeros((1, size), np.uint8), rows[:-1, 0]])
-            _same(mesh, axis, exchange, Exchange.permute, rows[:, 0], moved, pairs)
+            _same(over, exchange, "permute", rows[:, 0], moved, pairs)
     x = np.stack([_normal(r, (world, 3000)) for r in range(world)])
     for reduction in (ScatterGather(), GatherSum(), ReduceScatter(), AllGather()):
         collective = reduction.collective
         if collective is not None and collective.value in exchange.can:
             by = [_reduced(reduction, collective, e) for e in (exchange, Xla())]
-            got, want = (_over(mesh, axis, exchange, x, f) for f in by)
+            got, want = (over(x, f) for f in by)
             for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
                 same = np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
                 _require(same, f"{exchange}: a fused call returns other bytes than separate calls")
@@ -305,22 +306,13 @@ def _over(
 
 
 def _same(
-    mesh: Mesh,
-    axis: str,
-    exchange: Exchange,
-    method: Callable[..., Pytree],
-    x: np.ndarray,
-    expected: np.ndarray,
-    *more: Any,
+    over: Callable[..., Any], exchange: Exchange, name: str, x: Any, expected: Any, *more: Any
 ) -> None:
-    call = getattr(exchange, method.__name__)
-    got = _over(mesh, axis, exchange, x, lambda own, axes: call("check_exchange", own, axes, *more))
+    call, what = getattr(exchange, name), f"{exchange}.{name} of {list(x.shape)}"
+    got = over(x, lambda own, axes: call("check_exchange", own, axes, *more))
     for shard in got.addressable_shards:
         same = got.size == 0 or np.array_equal(shard.data, expected[shard.index])
-        _require(
-            same,
-            f"{exchange}.{method.__name__} of {list(x.shape)}: bytes are not where they belong",
-        )
+        _require(same, f"{what}: bytes are not where they belong")
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:

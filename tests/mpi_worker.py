@@ -561,7 +561,7 @@ def tuned():
     by_mpi = way is not None and way.exchange == profile.engine
     handlers = [handler for handler in FUSED.values() if f"@{handler}(" in text.as_text()]
     assert handlers == ([FUSED[way.reduction.shorthand]] if by_mpi else [])
-    running = {k: v for k, v in mpi.settings().items() if k in Mpi.tuned}
+    running = {k: v for k, v in mpi._running.items() if k in Mpi.tuned}
     assert running == {k: getattr(profile.engine, k) for k in Mpi.tuned}
 
 
@@ -605,7 +605,7 @@ def chosen():
         place(mesh, x)
     )
     np.testing.assert_array_equal(own(mean), own(want))
-    running = {k: v for k, v in mpi.settings().items() if k in Mpi.tuned}
+    running = {k: v for k, v in mpi._running.items() if k in Mpi.tuned}
     assert running == {k: getattr(kept, k) for k in Mpi.tuned}
     assert mpi._own is communicator  # MPI has few of them, and engines start anew many times
 

@@ -185,7 +185,7 @@ class _ChunksLeafByLeaf(ChunkCode):
         lost: dict[int, jax.Array] = {}
         for group in self._groups:
             code, own = group.code, group.stack(runs)
-            made = group.each(functools.partial(_encoded_rows, code), group.keys(keys), own)
+            made = group.each(jax.vmap(functools.partial(_encoded, code)), group.keys(keys), own)
             rows.append(_side_by_side(made))
             if residual:
                 back = group.each(functools.partial(_decoded_rows, code, group.shape), made)
@@ -366,11 +366,6 @@ class _Joined(WholeCode):
         for (numbers, code), part in zip(self.parts, parts, strict=True):
             out |= dict(zip(numbers, function(code, part, numbers), strict=True))
         return [out[i] for i in range(len(out))]
-
-
-def _encoded_rows(code: PayloadCompressor, keys: jax.Array | None, rows: jax.Array) -> jax.Array:
-    """Encodes each row by itself, with its key if the compressor draws numbers."""
-    return jax.vmap(functools.partial(_encoded, code))(keys, rows)
 
 
 def _total(

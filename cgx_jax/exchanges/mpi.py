@@ -150,11 +150,6 @@ def defaults() -> Mpi:
     return Mpi(**{name: int(DEFAULTS[name]) for name in Mpi.tuned})
 
 
-def settings() -> dict[str, float] | None:
-    """How the engine of this process runs; None before the first call."""
-    return _running
-
-
 def _missing() -> str | None:
     """Returns what this process or its MPI world lacks, or None. Imports mpi4py."""
     if native.module() is None:

@@ -84,8 +84,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
 def _mean(rows: np.ndarray) -> np.ndarray:
     if jnp.issubdtype(rows.dtype, jnp.inexact):
         wide = np.float32 if rows.dtype.itemsize < 4 else rows.dtype
-        mean: np.ndarray = rows.mean(0, dtype=wide)
-        return mean.astype(rows.dtype)
+        return rows.mean(0, dtype=wide).astype(rows.dtype)
     if (rows != rows[0]).any():
         raise ValueError(
             f"{_NAME}: rows of {rows.dtype}{list(rows.shape[1:])} differ between ranks, and "

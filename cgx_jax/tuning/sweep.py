@@ -88,16 +88,16 @@ def tune(
         for exchange, tuned in ((Mpi(), tune_engine), (Nccl(), tune_streams)):
             if exchange in auto.available():
                 progress.step(0, f"tuning {exchange.shorthand}")
-                begun = _elapsed(links, start)
+                begun = _elapsed(start)
                 until = begun + (budget_seconds - begun) / 4
-                engine = tuned(links, functools.partial(_left, links, start, until))
+                engine = tuned(links, functools.partial(_left, start, until))
         methods = _methods(links, bits, engine)
         rows: list[Row] = []
         set_up = one_round = 0.0
         for done, size in enumerate(sizes):
             growth = size / sizes[done - 1] if done else 1.0
             needed = set_up + growth * (1 + ROUNDS[0]) * one_round
-            begun = _elapsed(links, start)
+            begun = _elapsed(start)
             if done and begun + needed > budget_seconds:
                 left = max(budget_seconds - begun, 0)
                 progress.step(done, f"stopped: {done} of {len(sizes)} sizes", last=True)
@@ -119,7 +119,7 @@ def tune(
             functions = [links.psum, *(methods[m] for m in tried)]
             links.seconds(functions, x, 1)  # compiles
             one_round = float(links.seconds(functions, x, 1).sum())
-            now = _elapsed(links, start)
+            now = _elapsed(start)
             set_up = now - begun
             share = (budget_seconds - now) / (len(sizes) - done)
             rounds = int(np.clip(share / one_round, ROUNDS[0], ROUNDS[-1]))
@@ -170,13 +170,13 @@ def _encode_and_decode(links: LinkTimer, kind: str, x: jax.Array) -> jax.Array:
     return code.decode(jnp.broadcast_to(chunk, rows.shape), [x], units)[0]
 
 
-def _elapsed(links: LinkTimer, start: float) -> float:
+def _elapsed(start: float) -> float:
     """Returns the slowest process's seconds since `start`, so that all decide alike."""
     return float(agreement.rows([time.perf_counter() - start]).max())
 
 
-def _left(links: LinkTimer, start: float, until: float) -> float:
-    return until - _elapsed(links, start)
+def _left(start: float, until: float) -> float:
+    return until - _elapsed(start)
 
 
 def _follow(

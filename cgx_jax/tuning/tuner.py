@@ -142,8 +142,7 @@ class Tuner(Chooser):
             )
         self.traces += 1
         if self.state == "waiting":
-            later = _later(plan, choices)
-            self._asked.append(Asked(options, plan, in_units, later))
+            self._asked.append(Asked(options, plan, in_units, _later(plan, choices)))
             self._offered = Offered(_exchanges(self._asked), self._reductions, self._levels)
             # Done here, where the axes are bound, because levels are checked against them.
             self._found = candidates(self._asked, self._offered, auto.active())
