@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
-from cgx_jax._types import Shaped, Unit, Words
+from cgx_jax._types import Shaped, Unit
 from cgx_jax.kernels.reference import own_values
 from cgx_jax.kernels.units import Units, each
 from cgx_jax.kernels.wire import Layout
@@ -79,17 +79,11 @@ def taken_out(
 
 
 def encode(
-    primitive: Primitive,
-    key: Words,
-    rank: jax.Array,
-    *operands: jax.Array,
-    layout: Layout,
-    residual: bool,
-    batch: int,
+    primitive: Primitive, *operands: Any, layout: Layout, residual: bool, batch: int
 ) -> list[jax.Array]:
     """Does `encode_p` with units: multiplies leaves before the call and residuals after it."""
-    count = len(layout.slots)
-    leaves, units = operands[:count], _units(operands, layout)
+    key, rank, *leaves, _ = operands
+    units = _units(operands, layout)
     inner = taken_in(leaves, units, batch=batch)
     plain = layout.without_units()
     payload, *lost = primitive.bind(key, rank, *inner, layout=plain, residual=residual, batch=batch)
@@ -98,18 +92,11 @@ def encode(
 
 
 def reduce(
-    primitive: Primitive,
-    key: Words,
-    rank: jax.Array,
-    payload: jax.Array,
-    *operands: jax.Array,
-    layout: Layout,
-    divisor: float,
-    batch: int,
+    primitive: Primitive, *operands: Any, layout: Layout, divisor: float, batch: int
 ) -> list[jax.Array]:
     """Does `reduce_p` with units: multiplies own values before, and the chunk's loss after."""
-    count = len(layout.slots)
-    leaves, residuals = operands[:count], operands[count:-1]
+    key, rank, payload, *arrays, _ = operands
+    leaves, residuals = arrays[: len(layout.slots)], arrays[len(layout.slots) :]
     units = _units(operands, layout)
     inner = taken_in(leaves, units, batch=batch)
     given = [e if units[i] is None else jnp.zeros_like(inner[i]) for i, e in enumerate(residuals)]
