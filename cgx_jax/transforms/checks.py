@@ -37,11 +37,6 @@ from cgx_jax.transforms.state import (
 # Leaves whose shapes a message names.
 _MOST_NAMED = 8
 
-_OTHER_OPTIONS = (
-    "it was made with other options. Use the state from this transformation's init, or restore "
-    "one that was made with the same options."
-)
-
 OTHER_LEAVES = (
     "Use the state that init returned for these parameters. Parameters that were renamed or "
     "reshaped since the checkpoint need a new state."
@@ -120,10 +115,8 @@ def check_statistics(
     expected = jax.eval_shape(lambda: policy.empty_statistics(leaves))
     found, wanted = ([list(x.shape) for x in jax.tree.leaves(t)] for t in (statistics, expected))
     if found != wanted:
-        raise ValueError(
-            f"{caller}: the state holds statistics of shapes {found}, but the policy keeps "
-            f"{wanted} for these leaves; {_OTHER_OPTIONS}"
-        )
+        kept = f"the policy keeps {wanted} for these leaves"
+        raise _of_other_options(caller, f"statistics of shapes {found}", kept)
     require_dtypes(caller, "statistics", statistics, expected)
 
 
@@ -154,16 +147,11 @@ def check_state(
     require_count(caller, "skipped", state.skipped)
     kept, trees = kept_by(memory), trees_of(state.memory)
     if len(trees) != kept:
-        raise ValueError(
-            f"{caller}: the state holds {len(trees)} arrays per leaf, but {memory} keeps "
-            f"{kept}; {_OTHER_OPTIONS}"
-        )
+        raise _of_other_options(caller, f"{len(trees)} arrays per leaf", f"{memory} keeps {kept}")
     if memory is not None and memory.in_rates != isinstance(state.memory, InRates):
         held = "of gradients" if memory.in_rates else "of gradients times learning rates"
-        raise ValueError(
-            f"{caller}: the state holds residuals {held}, but {type(memory).__name__} has "
-            f"{'a' if memory.in_rates else 'no'} learning_rate; {_OTHER_OPTIONS}"
-        )
+        has = f"{type(memory).__name__} has {'a' if memory.in_rates else 'no'} learning_rate"
+        raise _of_other_options(caller, f"residuals {held}", has)
     own = state.codes.own if isinstance(state.codes, CodeState) else ()
     require_own_row(caller, (state.memory, own, state.overflow))
     require_paths(expected, "memory", trees)
@@ -183,9 +171,7 @@ def check_state(
     _check_codes(expected, state.codes, choices)
     if (precondition is None) != (state.moments == ()):
         held = "no moments" if state.moments == () else "moments"
-        raise ValueError(
-            f"{caller}: the state holds {held}, but precondition={precondition}; {_OTHER_OPTIONS}"
-        )
+        raise _of_other_options(caller, held, f"precondition={precondition}")
     if precondition is None:
         return
     require_paths(expected, "moments", (state.moments.lines,))
@@ -202,6 +188,13 @@ def check_state(
             f"{held} factors, but the gradients ({shapes}{more}) need {needed}. {expected.remedy}"
         )
     require_dtypes(caller, "moments", state.moments, made)
+
+
+def _of_other_options(caller: str, held: str, wanted: str) -> ValueError:
+    return ValueError(
+        f"{caller}: the state holds {held}, but {wanted}; it was made with other options. Use the "
+        "state from this transformation's init, or restore one that was made with the same options."
+    )
 
 
 def require_count(caller: str, name: str, x: Any) -> None:
