@@ -108,6 +108,7 @@ def _run() -> int:
         _tune(mesh, arguments)
         return 0
     links = LinkTimer(arguments.command, mesh, AXIS)
+    paths = {"json_path": arguments.json, "png_path": arguments.png}
     if arguments.profile:
         _follow(arguments.profile, mesh.size, parser)
     if arguments.command == "compare":
@@ -115,14 +116,9 @@ def _run() -> int:
         if problem := exchange.missing():
             parser.error(f"--exchange {arguments.exchange} does not work here: {problem}")
         try:
+            sends = "auto" if arguments.profile else arguments.exchange
             compare.run(
-                arguments.target,
-                links,
-                arguments.methods,
-                arguments.steps,
-                exchange="auto" if arguments.profile else arguments.exchange,
-                json_path=arguments.json,
-                png_path=arguments.png,
+                arguments.target, links, arguments.methods, arguments.steps, exchange=sends, **paths
             )
         except compare.Refused as error:
             parser.error(str(error))
@@ -134,8 +130,7 @@ def _run() -> int:
             arguments.reps,
             follow_profile=arguments.profile is not None,
             link=arguments.link,
-            json_path=arguments.json,
-            png_path=arguments.png,
+            **paths,
         )
     return 0
 
