@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,14 +58,6 @@ _COLUMNS = (
 
 class Refused(ValueError):
     """Raised if the user's target, or what it returned, cannot be used."""
-
-
-class Built(NamedTuple):
-    """What the user's function returned: the step, its state and the batches."""
-
-    step: Callable[..., Any]
-    state: tuple[Any, ...]
-    batches: Sequence[tuple[Any, ...]]
 
 
 def run(
@@ -153,7 +145,7 @@ def measure(
         for done, name in enumerate(names):
             progress.step(done, f"compiling {name}")
             trial = Trial(METHODS[name], exchange)
-            running = _Running(built(build, trial))
+            running = built(build, trial)
             for _ in range(ERROR_STEPS):
                 running()
             if trial.sent_bytes is None:
@@ -207,7 +199,7 @@ def diloco(rows: Sequence[Json], seconds: np.ndarray) -> list[Json]:
     return found
 
 
-def built(build: Callable[..., Any], trial: Trial) -> Built:
+def built(build: Callable[..., Any], trial: Trial) -> _Running:
     """Calls the user's function for one method and checks what it returns."""
     made = build(trial.sync)
     if not isinstance(made, tuple) or len(made) != 3:
@@ -236,7 +228,7 @@ def built(build: Callable[..., Any], trial: Trial) -> Built:
         )
     # Copy the state: a step may donate it, and the user's module may still hold a reference to it.
     own = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, state)
-    return Built(step, own, batches)
+    return _Running(step, own, batches)
 
 
 def _shown(value: object) -> str:
@@ -247,8 +239,10 @@ def _shown(value: object) -> str:
 class _Running:
     """A step with the state from which its next call continues."""
 
-    def __init__(self, made: Built) -> None:
-        self.step, self.state, self.batches = made
+    def __init__(
+        self, step: Callable[..., Any], state: tuple[Any, ...], batches: Sequence[tuple[Any, ...]]
+    ) -> None:
+        self.step, self.state, self.batches = step, state, batches
         self.calls = 0
 
     def __call__(self) -> None:

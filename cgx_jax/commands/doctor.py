@@ -93,7 +93,7 @@ def _package(good: bool) -> Iterator[Finding]:
     built = backends()
     yield Finding("kernels on CPU", built["cpu"], CPU_REMEDY if built["cpu"] == "jnp" else "")
     lacking = built["cuda"] == "jnp" and any(d.platform == "gpu" for d in jax.devices())
-    yield Finding("kernels on CUDA", built["cuda"], lack_of_cuda().remedy if lacking else "")
+    yield Finding("kernels on CUDA", built["cuda"], lack_of_cuda()[1] if lacking else "")
     if good:
         yield Finding("self-test", "decoded values are within the error bound")
     else:

@@ -9,7 +9,6 @@ import importlib.util
 import warnings
 from importlib import metadata
 from types import ModuleType
-from typing import NamedTuple
 
 import jax
 
@@ -60,23 +59,16 @@ def cuda_module() -> ModuleType | None:
     return None if 0 < native.driver_version() < DRIVER else _register(native, "CUDA")
 
 
-class Lack(NamedTuple):
-    """What is missing, and what to do about it."""
-
-    why: str
-    remedy: str
-
-
-def lack_of_cuda() -> Lack:
-    """Returns why `cuda_module` is None."""
+def lack_of_cuda() -> tuple[str, str]:
+    """Returns why `cuda_module` is None, and what to do about it."""
     if importlib.util.find_spec(_CUDA) is None:
-        return Lack("cgx_jax was installed without CUDA kernels", CUDA_REMEDY)
+        return "cgx_jax was installed without CUDA kernels", CUDA_REMEDY
     version = importlib.import_module(_CUDA).driver_version()
-    return Lack(
+    why = (
         f"the CUDA kernels need a driver for CUDA {_cuda_version(DRIVER)}, but NVIDIA's driver "
-        f"here is for CUDA {_cuda_version(version)}",
-        "install NVIDIA's driver 580 or newer",
+        f"here is for CUDA {_cuda_version(version)}"
     )
+    return why, "install NVIDIA's driver 580 or newer"
 
 
 def _cuda_version(number: int) -> str:
