@@ -60,7 +60,9 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
             + (agree if shards else elsewhere("optax.apply_if_finite(optimizer, n)"))
             + ("" if workers else f" {caller} keeps its memory and moments in such a step.")
         )
-    if "MultiSteps" in around and _skips(around["MultiSteps"]):
+    skips = getattr(around.get("MultiSteps"), "_should_skip_update_fn", None)
+    # Without one, MultiSteps uses a function of its own, which never skips.
+    if skips and not getattr(skips, "__qualname__", "").startswith("MultiSteps."):
         multi_steps = (
             "optax.MultiSteps(optimizer, k, should_skip_update_fn=...).gradient_transformation()"
         )
@@ -105,11 +107,3 @@ def _optax_callers() -> dict[str, Any]:
             found.setdefault(whole)
         frame = frame.f_back
     return found
-
-
-def _skips(multi_steps: object) -> bool:
-    """Whether `optax.MultiSteps` was given a function that skips mini-steps."""
-    decide = getattr(multi_steps, "_should_skip_update_fn", None)
-    # Without one, MultiSteps uses a function of its own, which never skips.
-    own = getattr(decide, "__qualname__", "").startswith("MultiSteps.")
-    return decide is not None and not own
