@@ -12,7 +12,7 @@ import numpy as np
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
-from cgx_jax.compressors import Compressor, Summed
+from cgx_jax.compressors import Summed
 from cgx_jax.compressors.base import CodedLeaf, Maxima, Rounds, SummedCompressor, Together
 from cgx_jax.compressors.buffers import leaf_keys
 from cgx_jax.kernels import scaling
@@ -47,7 +47,15 @@ class SumRounds(Reduction):
         ]
         ends = _in_step(job.axes, running)
         for leaf, end in zip(job.leaves, ends, strict=True):
-            _check_alike(job, leaf.compressor, end.total)
+            varying = job.axes.varying() & _compat.varying_axes(end.total)
+            if job.axes.groups is None and varying:
+                raise ValueError(
+                    f"{job.name}: the total of {leaf.compressor}.rounds is typed as varying over "
+                    f"axis {min(varying)!r}, so ranks may hold different sums. Compute it only "
+                    "from received sums and from values that all ranks share, such as "
+                    "jnp.zeros(shape); jnp.zeros_like(x) has the type of this rank's own x. If the "
+                    "call has a key, it must be the same on all ranks, too."
+                )
         totals = [end.total.reshape(x.shape) for end, x in zip(ends, values, strict=True)]
         if job.divisor != 1:
             totals = [total / np.float32(job.divisor) for total in totals]
@@ -64,19 +72,6 @@ class SumRounds(Reduction):
 def _code(leaf: CodedLeaf) -> SummedCompressor:
     """Returns the leaf's compressor. This reduction is allowed by no other family."""
     return cast(SummedCompressor, leaf.compressor)
-
-
-def _check_alike(job: Job, compressor: Compressor, total: jax.Array) -> None:
-    """Raises ValueError if check_vma's types do not show that `total` is alike on all ranks."""
-    varying = job.axes.varying() & _compat.varying_axes(total)
-    if job.axes.groups is None and varying:
-        raise ValueError(
-            f"{job.name}: the total of {compressor}.rounds is typed as varying over axis "
-            f"{min(varying)!r}, so ranks may hold different sums. Compute it only from received "
-            "sums and from values that all ranks share, such as jnp.zeros(shape); "
-            "jnp.zeros_like(x) has the type of this rank's own x. If the call has a key, it must "
-            "be the same on all ranks, too."
-        )
 
 
 def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:

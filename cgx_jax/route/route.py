@@ -215,7 +215,13 @@ def decide(
         elif isinstance(exchange, Auto):
             found[buffer] = _fastest(options, exchange, reduction, coded, in_units)
         else:
-            _require_able(options, exchange, reduction, coded)
+            lacking = sorted(reduction.needs - exchange.can)
+            if lacking and not reduction.in_one_call(exchange, coded, axes.world):
+                raise ValueError(
+                    f"{name}: exchange={exchange.shorthand!r} lacks {lacking[0]!r}, which the "
+                    f"reduction {reduction.shorthand!r} needs; it has "
+                    f'{", ".join(sorted(exchange.can))}. Use exchange="xla", or "auto".'
+                )
             found[buffer] = Way(reduction, exchange)
     if options.collective in _OF_ROWS:
         found = _with_small_leaves(plan, found, axes.world)
@@ -378,16 +384,3 @@ def load_of(
     units = sum(x.size for x in leaves if x.number in in_units)
     counts = (dear["noise"], dear["rotation"], units)
     return auto.Load(rows * size, bits / size, *(rows * n for n in counts))
-
-
-def _require_able(
-    options: Options, exchange: Exchange, reduction: Reduction, leaves: tuple[CodedLeaf, ...]
-) -> None:
-    lacking = sorted(reduction.needs - exchange.can)
-    if not lacking or reduction.in_one_call(exchange, leaves, options.axes.world):
-        return
-    raise ValueError(
-        f"{options.name}: exchange={exchange.shorthand!r} lacks {lacking[0]!r}, which the "
-        f"reduction {reduction.shorthand!r} needs; it has {', '.join(sorted(exchange.can))}. Use "
-        'exchange="xla", or "auto".'
-    )
