@@ -248,16 +248,11 @@ def _clipped(x: jax.Array, clip: float | None) -> jax.Array:
     """`x` with no magnitude above `clip` times the root mean square."""
     if clip is None:
         return x
-    limit = np.float32(clip) * _root_mean_square(x)
-    # A leaf with NaN or infinity is not clipped: its mean is NaN.
-    return jnp.where(jnp.abs(x) > limit, jnp.sign(x) * limit, x)
-
-
-def _root_mean_square(x: jax.Array) -> jax.Array:
-    """Returns it even where squares overflow.
-
-    It is the deviation of gradients around 0, and not 0 where all values are the same.
-    """
+    # The deviation of gradients around 0, which is not 0 where all values are the same. It is found
+    # even where squares overflow.
     scale = jnp.abs(x).max(initial=0)
     scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
-    return scale * jnp.sqrt(jnp.square(buckets.share(x, scale)).mean()) if x.size else scale
+    root = scale * jnp.sqrt(jnp.square(buckets.share(x, scale)).mean()) if x.size else scale
+    limit = np.float32(clip) * root
+    # A leaf with NaN or infinity is not clipped: its mean is NaN.
+    return jnp.where(jnp.abs(x) > limit, jnp.sign(x) * limit, x)

@@ -91,10 +91,12 @@ def _marked(x: Any, summed: Callable[[Any], Any]) -> Any:
     """Returns what `summed` returns for an equation that `x` depends on, or None."""
     todo, seen = [x], set()
     while todo:
-        x = _recorded(todo.pop())
-        if x is None:
+        x = todo.pop()
+        while isinstance(x, jax.core.Tracer) and not hasattr(x, "parent"):  # a wrapper
+            x = getattr(x, "primal", getattr(x, "val", None))
+        equation = getattr(x, "parent", None)
+        if equation is None:  # an input of the program
             continue
-        equation = x.parent
         place = [v is x.val for v in equation.outvars].index(True)
         if (id(equation), place) in seen:
             continue
@@ -106,13 +108,6 @@ def _marked(x: Any, summed: Callable[[Any], Any]) -> Any:
             return axis
         todo += [equation.in_tracers[i] for i in needed]
     return None
-
-
-def _recorded(x: Any) -> Any:
-    """Returns the tracer of a program's record that `x` wraps, or None for an input of it."""
-    while isinstance(x, jax.core.Tracer) and not hasattr(x, "parent"):
-        x = getattr(x, "primal", getattr(x, "val", None))
-    return x if getattr(x, "parent", None) is not None else None
 
 
 def _within(equation: Any, places: set[int], summed: Callable[[Any], Any]) -> tuple[Any, set[int]]:
