@@ -132,13 +132,8 @@ def words(key: Key) -> jax.Array:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def noise(key: Key, rows: int, columns: int) -> jax.Array:
-    """Uniform numbers in [0, 1) of 24 bits, fp32[rows, columns]."""
-    return uniform(words(key), rows, columns)
-
-
 def uniform(words: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Draws `noise` from words, with the generator of the native kernels."""
+    """Draws numbers in [0, 1) of 24 bits, fp32[rows, columns], as the native kernels do."""
     return reference.uniform(words, 0, 0, rows, columns)
 
 

@@ -173,7 +173,7 @@ class NonUniform(PayloadCompressor):
         below = jnp.searchsorted(powers[1:], share.reshape(-1), side="right", method="compare_all")
         below = jnp.minimum(below, len(powers) - 2).reshape(rows.shape)
         low, high = jnp.asarray(powers)[below], jnp.asarray(powers)[below + 1]
-        up = buckets.noise(key, *rows.shape) * (high - low) < share - low
+        up = buckets.uniform(buckets.words(key), *rows.shape) * (high - low) < share - low
         code = below + up.astype(jnp.int32) + jnp.where(rows < 0, len(powers), 0)
         return jnp.concatenate([self._packed(code.reshape(-1), x.size), to_bytes(scale)])
 

@@ -159,7 +159,7 @@ class SharedTernGrad(SummedCompressor):
         rows = buckets.split(ready, self.bucket_size)
         (scale,) = yield Maxima([self._scales(ready)])
         share = buckets.share(jnp.abs(rows), scale)
-        keeps = share + buckets.noise(key, *rows.shape) >= 1
+        keeps = share + buckets.uniform(buckets.words(key), *rows.shape) >= 1
         codes = jnp.where(keeps, jnp.sign(rows).astype(jnp.int32), 0)
         (total,) = yield [_pack_fields(codes.reshape(-1)[: x.size] + 1, world)]
         sums = _unpack_fields(total, world, x.size) - world
