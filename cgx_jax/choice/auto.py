@@ -266,17 +266,12 @@ def estimate(profile: Profile, method: str, load: Load) -> float:
     plain = float(np.interp(load.bits, widths, seconds) * max(1, load.bits / widths[-1]))
     if method == "psum":
         return plain
+    codec, world = profile.codec, profile.world
+    noise, rotation, units = (max(0.0, s - codec.plain) for s in codec[1:])
+    beyond = load.noisy * noise + load.rotated * rotation + load.in_units * units
     # With "gather_sum" a rank decodes this many times as much.
-    world = profile.world
     more = world**2 / (2 * world - 1) if method.endswith(ONE_SHOT) else 1
-    return plain + more * _beyond_plain(profile, load)
-
-
-def _beyond_plain(profile: Profile, load: Load) -> float:
-    """Returns how many seconds more a rank's codec takes for `load` than for plain rounding."""
-    codec = profile.codec
-    more = [max(0.0, s - codec.plain) for s in (codec.noise, codec.rotation, codec.units)]
-    return load.noisy * more[0] + load.rotated * more[1] + load.in_units * more[2]
+    return plain + more * beyond
 
 
 @functools.lru_cache(maxsize=16)
