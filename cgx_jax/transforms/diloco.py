@@ -214,10 +214,8 @@ class _Workers:
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
-        moved, optimizer = (
-            rows(functools.partial(zeros, like)),
-            rows(self.inner.init, operands=(params,)),
-        )
+        moved = rows(functools.partial(zeros, like))
+        optimizer = rows(self.inner.init, operands=(params,))
         return LocalState(none(), moved, optimizer, fragments)
 
     def update(

@@ -120,7 +120,7 @@ def remembered(
         no_room, arrived = jnp.zeros(1, jnp.int32), None
         if compressor.has_rooms or compressor.selects:
             # What the code lost says which values came, not what the scale of feedback leaves.
-            # Of such a value, less than half is lost.
+            # Of a value that came, less than half is lost.
             size = jnp.abs(left)
             came = size + size < jnp.abs(x)
             wanted = compressor.wants(x, came)

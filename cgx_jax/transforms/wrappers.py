@@ -62,7 +62,8 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
         )
     skips = getattr(around.get("MultiSteps"), "_should_skip_update_fn", None)
     # Without one, MultiSteps uses a function of its own, which never skips.
-    if skips and not getattr(skips, "__qualname__", "").startswith("MultiSteps."):
+    own = getattr(skips, "__qualname__", "").startswith("MultiSteps.")
+    if skips is not None and not own:
         multi_steps = (
             "optax.MultiSteps(optimizer, k, should_skip_update_fn=...).gradient_transformation()"
         )
