@@ -79,6 +79,14 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
     return jax.typeof(x).sharding
 
 
+def sharding_in_type(x: Any, mesh: Mesh) -> NamedSharding | None:
+    """Returns the sharding of an array or a shape on explicit axes like `mesh`'s, or None."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != mesh.shape:
+        return None
+    return sharding if set(sharding.mesh.axis_types) == {AxisType.Explicit} else None
+
+
 def is_sum(mat: Any) -> bool:
     """Whether the unreduced axes of a type stand for a sum, and not for a maximum or minimum."""
     kind = getattr(mat, "unreduced_kind", None)

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from adaptive_training import LIKE, MESH, SCALE, WIDTHS, WORLD, Training, adaptive, gradients
 from cgx_jax import Adaptive, ErrorFeedback, Identity, Quantize
+from cgx_jax.compressors import Cast, TopK
 from cgx_jax.leaves import Leaf, leaves_of
 from cgx_jax.policies import LeastBytes, LeastError
 from cgx_jax.policies.decide import Decision, Subject, decide
 from hlo import before, computations, entry_of, named
-from worlds import on_ranks
+from worlds import RANKS, on_ranks, with_state
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
@@ -206,6 +207,51 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(steps):
         assert policy.history == history
         jax.tree.map(np.testing.assert_array_equal, expected, second.run(6))
         assert policy.history == first.policy.history
+
+
+def gathered():
+    """Returns a policy whose choice depends on the number of ranks, and its reduction."""
+    half = Cast(jnp.bfloat16)
+    candidates = (TopK(0.02, values=half), TopK(0.1, values=half), Quantize(4), Quantize(8))
+    often = {"warmup": 2, "every": 4, "sample_every": 1, "candidates": candidates}
+    uniform = cgx_jax.policies.Uniform(Quantize(4))
+    policy = Adaptive(cgx_jax.policies.LeastError(5.0), base=uniform, **often)
+    options = {"memory": ErrorFeedback(), "mesh": MESH, "exchange": "xla"}
+    return policy, cgx_jax.sync_gradients("data", policy, **options)
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_run_resumed_when_a_look_is_due_decides_as_if_it_had_not_stopped(init):
+    like = {"w": jnp.zeros((64, 64))}
+
+    def run(policy, tx, state, steps):
+        update = lambda g, s: tx.update({"w": g[0]}, s)  # noqa: E731
+        step = policy.jit(with_state(update, MESH, state, RANKS))
+        for t in steps:
+            rng = np.random.default_rng(t)
+            heavy = rng.normal(size=(8, 64, 64)) * np.exp(4 * rng.normal(size=(8, 64, 64)))
+            updates, state = step(heavy.astype(np.float32), state)
+        return updates, state, policy.history
+
+    first, tx = gathered()
+    _, state, _ = run(first, tx, tx.init(like), range(5))
+    saved, kept = jax.device_get(state), json.loads(json.dumps(first.state_dict()))
+    updates, _, expected = run(first, tx, state, range(5, 9))
+    second, tx = gathered()
+    if init:
+        tx.init(like)
+    second.load_state_dict(kept)
+    got, _, history = run(second, tx, saved, range(5, 9))
+    assert [r.outcome for r in expected] == ["changed"]
+    assert history == expected
+    jax.tree.map(np.testing.assert_array_equal, got, updates)
+
+
+def test_a_policy_begins_anew_from_the_state_of_one_that_has_not_begun():
+    policy, fresh = few(), few().state_dict()
+    Training(policy).run(6)
+    policy.load_state_dict(fresh)
+    assert (policy.progress.step, policy.history) == (0, [])
 
 
 def test_a_checkpoint_of_another_tree_is_refused_with_the_first_differing_path():

@@ -424,7 +424,8 @@ def test_states_are_placed_and_resized():
     assert more.moved["a"].shape == (5, *SHAPES["a"])
     assert more.fragments[0].sync.memory[0]["a"].shape == (5, *SHAPES["a"])
     old, new = (x.fragments[0].waiting["a"] for x in (state, more))
-    np.testing.assert_allclose(new, np.broadcast_to(np.mean(old, 0), new.shape), rtol=1e-6)
+    mean = np.asarray(old, np.float64).mean(0)
+    np.testing.assert_allclose(new, np.broadcast_to(mean, new.shape), rtol=1e-7)
     assert not np.any(more.fragments[0].ticket)
 
 
@@ -559,6 +560,10 @@ CHANGED = {  # options of init, those of update, and what is said
     "fewer fragments": ({"fragments": 2}, {}, "the state has 2 fragments, but these leaves"),
     "other fragments": (*TWO, "fragments with other leaves"),
     "other fragments, delayed": (*(f | LATE for f in TWO), "fragments with other leaves"),
+    "other fragments, no outer state": (
+        *(f | LATE | {"outer": optax.sgd(0.7)} for f in TWO),
+        "for other leaves: its reduction that waits has leaf",
+    ),
 }
 
 
@@ -601,9 +606,11 @@ def test_a_state_can_be_donated(mesh):
 def test_a_worker_may_be_ranks_that_reduce_and_keep_a_memory():
     mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("pod", "data"))
     memory = {"memory": ErrorFeedback(), "mesh": mesh, "exchange": "xla"}
+    units = {"precondition": SecondMoment(), "mesh": mesh, "exchange": "xla"}
     reduces = {
         "exact": optax.stateless(lambda grads, _: lax.pmean(grads, "data")),
         "8 bits": cgx_jax.sync_gradients("data", Quantize(8), **memory),
+        "units": cgx_jax.sync_gradients("data", Quantize(8), **units),
     }
     x, start = normal(4, 8, 32), {"w": jnp.ones((32, 32))}
 
@@ -624,10 +631,32 @@ def test_a_worker_may_be_ranks_that_reduce_and_keep_a_memory():
         found[name] = sharded(f, mesh, (P(), P(("pod", "data"))))(start, x)["w"]
     moved = np.abs(found["exact"] - 1).max()
     np.testing.assert_allclose(found["8 bits"], found["exact"], atol=0.02 * moved)
+    np.testing.assert_allclose(found["units"], found["exact"], atol=0.02 * moved)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("zeros", [np.zeros, jnp.zeros], ids=["NumPy", "jax"])
+def test_zeros_of_frozen_parameters_are_a_worker_s_own(zeros):
+    inner = optax.apply_if_finite(optax.adam(0.1), 3)
+    tx = diloco(inner, "data", Quantize(8), every=2, mesh=MESH, exchange="xla")
+    state = tx.init(START)
+
+    def update(grads, state):
+        own = {"a": lax.pcast(grads["a"], "data", to="varying")}
+        return tx.update(
+            own | {"b": jax.tree.map(lambda x: zeros(x.shape, x.dtype), grads["b"])}, state
+        )
+
+    f = jax.jit(with_state(update, MESH, state, P()))
+    for _ in range(2):
+        out, state = f(START, state)
+    assert np.asarray(out["a"]).any()
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(out["b"]))
 
 
 CASTS = {  # a part of the state, and what is said
     "moved": (lambda s: s.moved, "state's moved is bfloat16"),
+    "inner": (lambda s: s.optimizer, "inner optimizer's state is bfloat16"),
     "outer": (lambda s: s.fragments[0].outer, "outer optimizer's state is bfloat16"),
     "waiting": (lambda s: s.fragments[0].waiting, "reduction that waits is bfloat16"),
 }
@@ -645,6 +674,37 @@ def test_a_state_that_was_cast_is_refused(part):
     if part == "moved":
         with pytest.raises(ValueError, match=f"^local_params: .*{says}"):
             local_params(START, own)
+
+
+def test_a_worker_s_parameters_have_the_dtypes_of_parameters_that_were_cast():
+    state = jax.tree.map(lambda x: x[:1] if x.ndim else x, wrapped(every=4).init(START))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), START)
+    assert {x.dtype for x in jax.tree.leaves(local_params(half, state))} == {half["a"].dtype}
+
+
+@pytest.mark.parametrize("lost", [dict, tuple])
+def test_a_fragment_that_lost_its_type_is_refused(lost):
+    tx = wrapped(every=4)
+    state = tx.init(START)
+    (fragment,) = state.fragments
+    plain = fragment._asdict() if lost is dict else tuple(fragment)
+    broken = state._replace(fragments=(plain,))
+    for call in (
+        lambda: cgx_jax.state_specs(broken, "data"),
+        lambda: cgx_jax.resize_state(broken, 2),
+    ):
+        with pytest.raises(ValueError, match=f"a {lost.__name__} in the place of Fragment"):
+            call()
+    own = jax.tree.map(lambda x: x[:1] if x.ndim else x, broken)
+    update = jax.shard_map(
+        lambda s: tx.update(START, s, START),
+        mesh=MESH,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with pytest.raises(ValueError, match=f"diloco: .* a {lost.__name__} in the place of Fragment"):
+        jax.eval_shape(update, own)
 
 
 @pytest.mark.parametrize("delay", [0, 1])

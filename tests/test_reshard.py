@@ -429,6 +429,10 @@ def test_a_memory_is_sharded_as_its_parameter(two, rows):
     # What the ranks sent and remember together is what they had.
     owed = np.asarray(state.memory[0]["w"]).mean(0)
     np.testing.assert_allclose(np.asarray(got["w"]) + owed, exact, atol=1e-5)
+    at = cgx_jax.state_shardings(jax.eval_shape(tx.init, params), "data", two)
+    restored = f(params, jax.device_put(jax.device_get(state), at), x)
+    jax.tree.map(np.testing.assert_array_equal, restored, f(params, state, x))
+    assert jax.tree.map(jax.typeof, restored) == jax.tree.map(jax.typeof, f(params, state, x))
 
 
 def auto_mesh():

@@ -185,6 +185,32 @@ def test_half_precision_rows_are_averaged_in_fp32():
     np.testing.assert_array_equal(resize_state(state, 3).memory[0]["w"], large[:3])
 
 
+def test_equal_rows_stay_and_means_of_finite_rows_are_finite():
+    tx = local_steps(optax.inject_hyperparams(optax.adamw)(0.01), "data", every=2, mesh=ranks(7))
+    state = tx.init({"w": jnp.zeros(SHAPE)})
+    rates = state.optimizer.hyperparams
+    jax.tree.map(
+        lambda new, old: np.testing.assert_array_equal(new, old[:3]),
+        resize_state(state, 3).optimizer.hyperparams,
+        rates,
+    )
+    state = sync(4, memory=ErrorFeedback()).init({"w": jnp.zeros(SHAPE)})
+    large = state._replace(step=3, memory=({"w": jnp.full((4, *SHAPE), 2e38)},))
+    np.testing.assert_array_equal(resize_state(large, 2).memory[0]["w"], large.memory[0]["w"][:2])
+
+
+def test_workers_of_several_ranks_are_resized_and_what_is_shared_stays():
+    mesh = jax.make_mesh((2, 4), ("pod", "data"))
+    inner = cgx_jax.sync_gradients("data", Quantize(8), memory=ErrorFeedback(), mesh=mesh)
+    tx = diloco(optax.chain(inner, optax.sgd(0.1)), "pod", every=2, mesh=mesh)
+    state = tx.init({"w": jnp.zeros(SHAPE)})
+    fewer = resize_state(state, 1)
+    assert fewer.moved["w"].shape == (1, *SHAPE)
+    shapes = functools.partial(jax.tree.map, lambda x: x.shape)
+    assert shapes(fewer.fragments[0].outer) == shapes(state.fragments[0].outer)
+    assert fewer.step.shape == ()
+
+
 def of_two_worlds():
     a, b = (sync(n, memory=ErrorFeedback()).init({"w": jnp.zeros(SHAPE)}) for n in (2, 4))
     return {"a": a, "b": b}
@@ -230,4 +256,7 @@ def test_a_state_of_pmap_is_resized_whole():
     assert shapes(fewer) == shapes(like)
     owed = np.asarray(state[0].memory[0]["w"]).mean(0)
     np.testing.assert_allclose(fewer[0].memory[0]["w"][1], owed, rtol=1e-6)
+    assert resize_state({"state": state, "epoch": 3}, 2)["epoch"] == 3
+    one = jax.tree.map(lambda x: x[0], on_host(state))  # as flax.jax_utils.unreplicate
+    assert cgx_jax.transforms.metrics(one) == {"cgx/skipped": 0}
     np.testing.assert_array_equal(fewer[1][0].trace["w"][1], state[1][0].trace["w"][0])

@@ -27,7 +27,7 @@ from cgx_jax import (
     resize_state,
     transforms,
 )
-from cgx_jax.compressors import Identity, PowerSGD, Signum, Threshold
+from cgx_jax.compressors import DGC, Identity, PowerSGD, Signum, Threshold
 from cgx_jax.policies import Adaptive
 from cgx_jax.transforms import MomentumCorrection, local_params, local_steps, scatter_gradients
 from worlds import RANKS, sharded, with_state
@@ -313,6 +313,18 @@ def test_the_state_in_an_optimizer_of_nnx_is_found(form, mesh):
     assert transforms.metrics(state)["cgx/overflow"] == 0
 
 
+@pytest.mark.parametrize("form", [lambda o: o, nnx.state])
+def test_what_waits_in_an_optimizer_of_nnx_is_found(form, mesh):
+    late = {"every": 2, "delay": 1, "mesh": mesh, "exchange": "xla"}
+    tx = transforms.diloco(optax.sgd(0.1), "data", Quantize(4), **late)
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    state = form(nnx.Optimizer(model, tx, wrt=nnx.Param))
+    assert jax.tree.leaves(cgx_jax.state_specs(state, "data")).count(P("data")) == 3
+    shapes = [x.shape for x in jax.tree.leaves(resize_state(state, 4))]
+    rows = [(4, 2), (4, 64, 64), (4, 64, 64)]  # the ticket, what has moved, and what waits
+    assert sorted(s for s in shapes if s[:1] == (4,)) == rows
+
+
 def test_rows_on_several_processes_are_refused_unless_each_has_all(mesh):
     state = sync(mesh, memory=ErrorFeedback()).init(zeros({"w": SQUARE}))
 
@@ -528,6 +540,22 @@ def test_a_memory_of_integers_for_gradients_of_floats_is_refused(mesh):
     state = jax.eval_shape(tx.init, zeros({"w": SQUARE}, jnp.int32))
     with pytest.raises(ValueError, match=r"^sync_gradients: the memory of leaf 'w' is int32, but"):
         jax.eval_shape(stepper(tx, mesh, state), zeros({"w": SQUARE}), state)
+
+
+CONTINUED = {  # the codes and memories before, those now, and what is said
+    "no counts": ((Quantize(4), ErrorFeedback()), (DGC(0.1), ErrorFeedback()), "no counts of"),
+    "shared codes": ((PowerSGD(2), None), (Quantize(4), None), "but its init makes"),
+    "codes of a rank": ((Signum(), None), (Quantize(4), None), "but its init makes"),
+}
+
+
+@pytest.mark.parametrize("case", CONTINUED)
+def test_a_state_of_codes_that_keep_something_else_is_refused(case, mesh):
+    before, now, says = CONTINUED[case]
+    like = zeros({"w": SQUARE})
+    state = jax.eval_shape(sync(mesh, *before).init, like)
+    with pytest.raises(ValueError, match=f"^sync_gradients: .*{says}"):
+        jax.eval_shape(stepper(sync(mesh, *now), mesh, state), like, state)
 
 
 CASTS = {

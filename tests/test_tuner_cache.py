@@ -149,6 +149,22 @@ def test_a_setting_that_does_not_suit_the_compressor_is_not_taken(tmp_path):
         training().run(2)
 
 
+def test_a_setting_with_levels_is_taken(tmp_path):
+    def training():
+        return Training(tuner(cache=tmp_path, levels=[halves]))
+
+    halves = Levels(groups=[[0], [1]])
+    first = training()
+    while first.tuner.state != "kept":
+        first.run(1)
+    (path,) = tmp_path.rglob("*.json")
+    setting = Setting(Xla(), None, halves)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"setting": setting.to_fields()}))
+    again = training()
+    again.run(1)
+    assert (again.tuner.state, again.tuner.current) == ("cached", setting)
+
+
 def test_a_user_without_a_home_is_told_and_has_no_cache(monkeypatch):
     def homeless():
         raise RuntimeError("Could not determine home directory.")

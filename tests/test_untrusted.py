@@ -122,7 +122,7 @@ BAD = [
     ("cache", ["tree"], None, r"it has fields missing \['tree'\]"),
     ("cache", ["topology"], [], r"it topology=\[\] is not dict"),
     ("cache", ["setting", "fusion_bytes"], 1 << 50, "fusion_bytes=1125899906842624 is not a whole"),
-    ("state", ["format"], 1, "format=1, but this version of cgx_jax reads 5"),
+    ("state", ["format"], 1, "format=1, but this version of cgx_jax reads 6"),
     ("state", ["step"], None, r"it has fields missing \['step'\]"),
     ("state", ["step"], 0.5, "it step=0.5 is not int"),
     ("state", ["leaves", 0, 1], "x", r"it leaves\[0\]\[1\]='x' is not tuple"),
@@ -136,16 +136,18 @@ BAD = [
     ("state", ["pending", 1, 2, 0], -1.0, "pending has -1, but its squares"),
     ("state", ["history", 0, "bits", 1], "8", r"it history\[0\] bits\[1\]='8' is not int"),
     ("state", ["history", 0, "color"], 1, r"it history\[0\] has fields missing .* \['color'\]"),
-    ("state", ["history", 0, "relative"], [0.1], "has 1 adaptive leaves, but this one has 3"),
+    ("state", ["adaptive"], [0, 2], r"adapts leaves \[0, 2\], where this one has \["),
+    ("state", ["candidates", 0], "Quantize(3)", r"has candidates \['Quantize\(3\)'"),
+    ("state", ["history", 0, "relative"], [0.1], "something for 1 adaptive leaves, but adapts 3"),
     ("state", ["current", "plans", 0, 0], 99, "plans .*99.*but only"),
     ("state", ["current", "plans", 0, 0], -1, "plans .*-1.*but only"),
     # Only compressors at hand are made, whatever the file names.
     ("state", ["current", "compressors", 0], ESCAPE, "compressor .*neither a candidate"),
-    ("state", ["plans", "plans", 1], [0], "has 1 adaptive leaves, but this one has 3"),
+    ("state", ["plans", "plans", 1], [0], "something for 1 adaptive leaves, but adapts 3"),
     ("state", ["pending", 1, 1, 0], [1.0], "statistics .* not of 3 adaptive leaves and 7"),
     ("state", ["pending", 1, 0], [1.0], "statistics .* not of 3 adaptive leaves and 7"),
     ("state", ["pending", 1, 3], "x", r"it pending\[1\]\[3\]='x' is not list"),
-    ("state", ["nonfinite"], [0.0], "has 1 adaptive leaves, but this one has 3"),
+    ("state", ["nonfinite"], [0.0], "something for 1 adaptive leaves, but adapts 3"),
 ]
 
 

@@ -437,6 +437,12 @@ REFUSED = {
         lambda p, x, y: vag(lambda p, b: loss_fn(p, b["x"], y))(p, {"t": y[:7], "x": x}),
         r"example in_specs=\{'b': \{'t': P\(\), 'x': P\('data'\)\}\}",
     ),
+    "rows of two lengths, and a key": (
+        lambda p, x, y: vag(lambda p, b: loss_fn(p, b["x"], y))(
+            p, {"k": jax.random.key(0), "t": y[:7], "x": x}
+        ),
+        r"example in_specs=\{'b': \{'k': None, 't': P\(\), 'x': P\('data'\)\}\}",
+    ),
     "integers": (lambda p, x, y: vag()(jax.tree.map(lambda a: a.astype(int), p), x, y),
                  r"p\['a'\]\['b'\] holds no floats, .*nothing to differentiate"),
     "complex parameters": (

@@ -151,6 +151,29 @@ def test_ranks_draw_apart_from_typed_and_from_raw_keys(case):
     assert [len(np.unique(n)) for n in noise] == [2, 2]
 
 
+RAW = {  # uses of a raw key that draw a number for each of n examples
+    "in a branch": lambda key, w, n: lax.cond(
+        w.sum() > np.inf, lambda: jnp.zeros(n), lambda: jax.random.normal(key, (n,))
+    ),
+    "cloned": lambda key, w, n: jax.random.normal(jax.random.clone(key), (n,)),
+}
+
+
+@pytest.mark.parametrize("use", RAW)
+def test_a_raw_key_is_one_wherever_it_is_used(case, use):
+    params, x, y, _ = case
+    draws = lambda p, x, y, key: (loss_fn(p, x, y), RAW[use](key, p["c"]["w"], len(x)))  # noqa: E731
+    f = vag(draws, has_aux=True, aux_specs=P("data"))
+    (_, noise), _ = f(params, x, y, jax.random.PRNGKey(0))
+    assert len(np.unique(noise)) == 64
+
+
+def test_integers_that_the_loss_does_not_use_are_no_keys(case):
+    params, x, y, want = case
+    ids = jnp.arange(len(x), dtype=jnp.uint32)
+    check_close(vag(lambda p, x, y, ids: loss_fn(p, x, y))(params, x, y, ids), want)
+
+
 def test_keys_that_all_ranks_share_are_for_draws_that_all_examples_share(case):
     params, x, y, _ = case
 
@@ -743,6 +766,28 @@ def test_random_streams_of_nnx_go_on_as_they_would(case):
     assert int(rngs.dropout.count[...]) == 2
     masks = [np.asarray(a == 0).reshape(8, -1) for a in (one, two)]
     assert len(np.unique(np.concatenate(masks), axis=0)) == 16
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.dropout = nnx.Linear(32, 32, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+
+def test_ranks_draw_apart_in_layers_of_nnx_that_are_stacked(case):
+    _, x, y, _ = case
+    layers = nnx.split_rngs(splits=3)(nnx.vmap(Layer))(nnx.Rngs(0))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def forward(x, layer):
+        return layer.dropout(jnp.tanh(layer.linear(x)))
+
+    def loss(layers, x, y):
+        dropped = forward(x, layers)
+        return jnp.mean((dropped - y) ** 2), dropped
+
+    f = vag(loss, has_aux=True, aux_specs=P("data"))
+    (_, dropped), _ = f(layers, x, y)
+    assert len(np.unique(np.asarray(dropped == 0).reshape(8, -1), axis=0)) == 8
 
 
 def test_a_batch_with_the_names_of_the_parameters_is_still_a_batch():

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -83,6 +83,16 @@ def test_an_adaptive_policy_changes_its_plan(case):
         (loss, _), state = step(state, params, x, y)
     np.testing.assert_allclose(loss, want[0], rtol=1e-5)
     assert len(policy.history) >= 2
+
+
+def test_a_restored_state_is_placed_on_an_explicit_mesh(case):
+    params, x, y, _ = case
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        f = vag(mesh=None, memory=ErrorFeedback())
+        batch = jax.device_put((x, y), P("data"))
+        _, state = jax.jit(f.apply)(f.init(params), params, *batch)
+        got, want = (jax.jit(f.apply)(s, params, *batch) for s in (jax.device_get(state), state))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_memory_of_model_sharded_parameters_lies_with_their_shards(case):

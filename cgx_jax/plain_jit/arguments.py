@@ -192,9 +192,9 @@ def is_array(x: object) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
-def is_key(x: Any) -> bool:
-    """Returns whether `x` is one typed PRNG key."""
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) and x.ndim == 0
+def is_key(x: Any, *, stacked: bool = False) -> bool:
+    """Returns whether `x` is one typed PRNG key, or an array of them if `stacked`."""
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) and (stacked or x.ndim == 0)
 
 
 def shown(x: Shaped) -> str:

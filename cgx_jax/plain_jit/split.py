@@ -111,8 +111,8 @@ def choose(
     for i, (x, place) in enumerate(zip(arrays, places, strict=True)):
         spec = known_spec(x, ranks.mesh)
         dimension = None if spec is None else ranks.dimension(spec)
-        own = arguments[place.argument].whole and ranks.world > 1
-        if own and dimension not in (None, shards.get(i)):
+        whole = arguments[place.argument].whole
+        if whole and ranks.world > 1 and dimension not in (None, shards.get(i)):
             raise ValueError(
                 f"{CALLER}: {place.path} {shown(x)} is sharded over the data axis {ranks.axis!r} "
                 f"({spec}). Only parameters may be, those that are differentiated, as specs= says "
@@ -126,9 +126,9 @@ def choose(
             found.append(Split(ranks.dimension(named)))
         elif dimension is not None:
             found.append(Split(dimension))
-        elif not place.trained and (is_key(x) or is_raw_key(i)):
+        elif not place.trained and (is_key(x, stacked=whole) or is_raw_key(i)):
             found.append(Split(fold=True))
-        elif arguments[place.argument].whole or x.ndim == 0:
+        elif whole or x.ndim == 0:
             found.append(Split())
         else:
             found.append(None)
@@ -231,9 +231,11 @@ def _refuse(
         specs = next((x for x in tried if ranks.spec(0) in x.values() and fits(x)), specs)
     written = {}
     for number, own in owned.items():
-        each = [specs[i] for i in own]
-        one = line(each[0]) if len(set(each)) == 1 else None
-        written[arguments[number].name] = one or arguments[number].parameters(map(line, each))
+        each = [line(specs[i]) for i in own]
+        keys = [i for i in own if (split := found[i]) is not None and split.fold]
+        one = each[0] if len({specs[i] for i in own}) == 1 and not keys else None
+        tree = [None if i in keys else text for i, text in zip(own, each, strict=True)]
+        written[arguments[number].name] = one or arguments[number].parameters(tree)
     listed = ", ".join(
         f"{places[i].path} {shown(arrays[i])}"
         + ("" if found[i] is None else f" split in dimension {known(i)}")

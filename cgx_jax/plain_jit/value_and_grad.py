@@ -384,7 +384,7 @@ class _Step:
 
         def local(consts: Pytree, arrays: Sequence[jax.Array], state: Pytree) -> Pytree:
             own = [
-                jax.random.fold_in(x, lax.axis_index(ranks.axis)) if s.fold else x
+                _folded(x, lax.axis_index(ranks.axis)) if s.fold else x
                 for x, s in zip(arrays, self.splits, strict=True)
             ]
             results = _compat.evaluate(self.part.jaxpr, consts, own)
@@ -405,7 +405,11 @@ class _Step:
             spec = lambda o: ranks.spec(o if isinstance(o, int) else None)  # noqa: E731
             return jax.tree.map(spec, tree, is_leaf=is_output)
 
-        kept = state_specs(state, ranks.axis) if state is not None else everywhere
+        kept = everywhere
+        if state is not None:
+            kept = state_specs(state, ranks.axis)
+            row = lambda x, spec: ranks.placed(x, 0 if len(spec) else None)  # noqa: E731
+            state = jax.tree.map(row, state, kept)
         arrays_at = [ranks.spec(s.cut) for s in self.splits]
         like = self.part.parts(self.part.jaxpr.out_avals)[3]
         grads_at = jax.tree.unflatten(
@@ -420,6 +424,14 @@ class _Step:
             axis_names=set(ranks.names),
             check_vma=False,
         )(list(consts), placed, state)
+
+
+def _folded(key: jax.Array, rank: jax.Array) -> jax.Array:
+    """Folds the rank into a key, raw or not, or into each of an array of keys."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.fold_in(key, rank)
+    each = jax.vmap(lambda k: jax.random.fold_in(k, rank))(key.reshape(-1))
+    return each.reshape(key.shape)
 
 
 def _traces(program: Program, arrays: Sequence[jax.Array], splits: Sequence[Split]) -> bool:

@@ -57,7 +57,6 @@ class Adaptive(Policy):
 
     adapts = True
     words: ClassVar[Names] = Names("Adaptive", "policy", "plan")
-    bound = True
     trying = False
 
     def __init__(
@@ -116,7 +115,7 @@ class Adaptive(Policy):
         known = tuple(dict.fromkeys((*candidates, *start)))
         progress = Progress(start, [start])
         if self._saved is not None:
-            progress = checkpoint.restore(saved, known, len(given), len(candidates))
+            progress = checkpoint.restore(saved, known, list(given), candidates)
         self.progress, self.known, self._saved = progress, known, None
         self._leaves, self._adaptive = leaves, tuple(given)
         self._subject = Subject(tuple(leaves[i] for i in given), candidates)
@@ -190,6 +189,11 @@ class Adaptive(Policy):
         `sync_gradients` somewhere.
         """
         return TrainingLoop(self).jit(step, **options)
+
+    @property
+    def bound(self) -> bool:
+        """Whether `before` has what it needs: after a restore, the tree and the number of ranks."""
+        return bool(self._traced) or (self._saved is None and self.progress.pending is None)
 
     @property
     def key(self) -> Compressors:
@@ -336,23 +340,27 @@ class Adaptive(Policy):
         """Returns what a resumed run needs besides the optimizer state, in JSON types only."""
         if self._saved is not None:
             return self._saved
-        return checkpoint.save(self.progress, self._leaves or ())
+        own = self._leaves or (), self._adaptive, self.sampler.candidates
+        return checkpoint.save(self.progress, *own)
 
     def load_state_dict(self, state: Json) -> None:
         """Continues from what `state_dict` returned.
 
         Raises ValueError here for what `state_dict` never returns. Raises it here, or when the tree
-        becomes known, for the state of another tree, with the first path that differs, and for a
-        compressor that is neither a candidate nor one that `base` gives.
+        becomes known, for the state of another tree, with the first path that differs, of other
+        candidates or other adaptive leaves, and for a compressor that `base` does not give.
         """
         saved = checkpoint.load(state)
+        seen = saved.leaves or saved.step
         if self._leaves is None:
-            seen = saved.leaves or saved.step
             self._saved = state if seen else None
-            return
-        _check_same(self._leaves, saved_leaves(saved.leaves), "the saved policy's")
-        sizes = len(self._adaptive), len(self.sampler.candidates)
-        self.progress = checkpoint.restore(saved, self.known, *sizes)
+        elif seen:
+            _check_same(self._leaves, saved_leaves(saved.leaves), "the saved policy's")
+            own = self._adaptive, self.sampler.candidates
+            self.progress = checkpoint.restore(saved, self.known, *own)
+        else:
+            start = self.progress.plans[0]
+            self.progress = Progress(start, [start])
 
 
 def _check_options(policy: Adaptive) -> None:

@@ -18,7 +18,7 @@ from cgx_jax.policies import statistics
 from cgx_jax.policies.decide import OUTCOMES, Compressors, Refresh
 from cgx_jax.policies.statistics import Statistics
 
-FORMAT = 5
+FORMAT = 6
 _AGAIN = "Without load_state_dict, the policy measures and chooses again."
 
 
@@ -56,6 +56,8 @@ class Saved(NamedTuple):
 
     format: int
     leaves: list[tuple[str, tuple[int, ...], str]]
+    adaptive: list[int]
+    candidates: list[str]
     step: int
     current: Packed
     plans: Packed
@@ -95,8 +97,16 @@ def unpack(packed: Packed, known: Sequence[Compressor], source: str) -> list[Com
     return [tuple(found[i] for i in plan) for plan in packed.plans]
 
 
-def save(progress: Progress, leaves: Sequence[Leaf]) -> Json:
-    """Returns `progress` and the leaves of its tree, in JSON types."""
+def save(
+    progress: Progress,
+    leaves: Sequence[Leaf],
+    adaptive: Sequence[int],
+    candidates: Sequence[Compressor],
+) -> Json:
+    """Returns `progress`, the leaves of its tree, and which of them may take what, in JSON types.
+
+    `adaptive` are the numbers of the leaves that are adapted.
+    """
     pending = None
     if progress.pending is not None:
         due, measured = progress.pending
@@ -105,6 +115,8 @@ def save(progress: Progress, leaves: Sequence[Leaf]) -> Json:
     return {
         "format": FORMAT,
         "leaves": [[x.path, list(x.shape), str(x.dtype)] for x in leaves],
+        "adaptive": list(adaptive),
+        "candidates": [repr(c) for c in candidates],
         "step": progress.step,
         "current": pack([progress.current]),
         "plans": pack(progress.plans),
@@ -147,26 +159,41 @@ def _check(saved: Saved) -> None:
                 raise ValueError(f"pending has {x:g}, but its squares and counts are 0 or more")
 
 
-def restore(saved: Saved, known: Sequence[Compressor], adaptive: int, candidates: int) -> Progress:
-    """Returns the progress that `save` was given, of so many adaptive leaves and candidates.
+def restore(
+    saved: Saved,
+    known: Sequence[Compressor],
+    adaptive: Sequence[int],
+    candidates: Sequence[Compressor],
+) -> Progress:
+    """Returns the progress that `save` was given, of the same adaptive leaves and candidates.
 
-    Raises ValueError for an unknown compressor, and for other numbers of leaves or candidates.
+    Raises ValueError for others, and for an unknown compressor.
     """
     of = "the saved policy"
+    for what, theirs, ours in (
+        ("adapts leaves", saved.adaptive, list(adaptive)),
+        ("has candidates", saved.candidates, [repr(c) for c in candidates]),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"Adaptive: {of} {what} {untrusted.shown(theirs)}, where this one has "
+                f"{untrusted.shown(ours)}; pass the candidates and the base of the run that saved "
+                f"it. {_AGAIN}"
+            )
     current, *more = unpack(saved.current, known, of) or [()]
     plans = unpack(saved.plans, known, of)
     struck = [] if saved.nonfinite is None else [saved.nonfinite]
     seen = [part for r in saved.history for part in (r.bits, r.relative)]
     for part in (current, *more, *plans, *struck, *seen):
-        if len(part) != adaptive:
+        if len(part) != len(adaptive):
             raise ValueError(
-                f"Adaptive: {of} has {len(part)} adaptive leaves, but this one has {adaptive}; "
-                "pass the candidates and the base of the run that saved it."
+                f"Adaptive: {of} has something for {len(part)} adaptive leaves, but adapts "
+                f"{len(adaptive)}. {_AGAIN}"
             )
     pending = None
     if saved.pending is not None:
         due, sums = saved.pending
-        pending = due, _statistics(sums, adaptive, candidates)
+        pending = due, _statistics(sums, len(adaptive), len(candidates))
     return Progress(
         current=current,
         plans=plans,
@@ -187,8 +214,7 @@ def _statistics(sums: Any, adaptive: int, candidates: int) -> Statistics:
     if not same:
         raise ValueError(
             f"Adaptive: the saved policy has statistics {untrusted.shown(sums)}, which are not of "
-            f"{adaptive} adaptive leaves and {candidates} candidates; pass the candidates and the "
-            "base of the run that saved it."
+            f"{adaptive} adaptive leaves and {candidates} candidates. {_AGAIN}"
         )
     # NumPy's, since a step may be traced here.
     arrays: list[Any] = [np.asarray(x, np.float32).reshape(y.shape) for x, y in pairs]

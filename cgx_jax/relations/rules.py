@@ -68,7 +68,8 @@ def _reason(pair: Pair) -> str:
         return STATISTIC
     if pair.name.startswith("random") and pair.grown() != -1:
         return (
-            "draws for each example from a key that every rank has (make it an argument, not P())"
+            "draws for each example from a key that every rank has (make it an argument, which "
+            "in_specs leaves out or gives None)"
         )
     return "an operation between examples"
 

@@ -168,6 +168,8 @@ def check_state(
                 raise _cast(caller, f"memory of leaf {leaf.path!r}", x, "fp32 or wider")
     if state.overflow != ():
         require_paths(expected, "overflow", (state.overflow,))
+    elif memory is not None and (rooms := [c for some in choices for c in some if c.has_rooms]):
+        raise _of_other_options(caller, "no counts of overflow", f"{rooms[0]} needs them")
     _check_codes(expected, state.codes, choices)
     if (precondition is None) != (state.moments == ()):
         held = "no moments" if state.moments == () else "moments"
@@ -307,15 +309,16 @@ def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
             f"{caller}: the state was made for a tree of other types: {error} {remedy}"
         ) from None
     for leaf, some, o, s in zip(leaves, choices, own, shared, strict=True):
-        for place, compressor in enumerate(some):
+        for (place, compressor), is_shared in itertools.product(enumerate(some), (False, True)):
             make = functools.partial(compressor.init, leaf.shape, leaf.dtype)
-            wanted: Any = jax.eval_shape(make) if has_state(compressor, leaf) else ()
+            keeps = has_state(compressor, leaf) and compressor.shares_state == is_shared
+            wanted: Any = jax.eval_shape(make) if keeps else ()
             shapes = [list(x.shape) for x in jax.tree.leaves(wanted)]
-            kept = s if compressor.shares_state else o
+            kept = s if is_shared else o
             if len(some) > 1:
                 whole = isinstance(kept, tuple) and len(kept) == len(some)
                 kept = kept[place] if whole else None
-            skip = 0 if compressor.shares_state else 1  # the row of this rank
+            skip = 0 if is_shared else 1  # the row of this rank
             found = [list(x.shape[skip:]) for x in jax.tree.leaves(kept)]
             if shapes != found or not same_structure(kept, wanted):
                 held = "that of other compressors" if shapes == found else found

@@ -233,12 +233,13 @@ class _Workers:
         axes = Axes.resolve(self.name, self.axis_name, None)
         _check_moved(self.name, state, updates)
         self._check_own(axes, updates)
+        updates = jax.tree.map(functools.partial(_own, axes), updates)
         before = own_row(state.moved)
         if params is not None:
-            _require_as_wide(self.name, before, params)
+            _require_as_wide(self.name, "moved", before, params)
         parts = self._parts(before)  # what is sent has the parameters' dtypes
         self._check(axes, state, parts, before)
-        here = None if params is None else jax.tree.map(jnp.add, params, before)
+        here = None if params is None else _moved_from(params, before)
         step = optax.with_extra_args_support(self.inner).update
         updates, own = step(updates, own_row(state.optimizer), here, **extra_args)
         moved, treedef = jax.tree.flatten(
@@ -369,7 +370,8 @@ class _Workers:
         """Raises ValueError for gradients that all workers have computed together."""
         for leaf, x in zip(leaves_of(updates), jax.tree.leaves(updates), strict=True):
             missing = sorted(axes.varying() - _compat.varying_axes(x))
-            known = _compat.is_filled(x, axes.names)
+            # Numbers that the program knows are each worker's own.
+            known = not isinstance(x, jax.core.Tracer) or _compat.is_filled(x, axes.names)
             if missing and jnp.issubdtype(leaf.dtype, jnp.inexact) and not known:
                 raise ValueError(
                     f"{self.name}: the gradient of leaf {leaf} does not vary over axis "
@@ -396,7 +398,10 @@ class _Workers:
         shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in both]
         if not same_structure(inner, state.optimizer) or shapes[0] != shapes[1]:
             raise ValueError(f"{self.name}: the state is of another inner optimizer. {remedy}")
+        _require_as_wide(self.name, "inner optimizer's state", state.optimizer, inner)
         for part, fragment in zip(parts, state.fragments, strict=True):
+            require_type(self.name, fragment, Fragment)
+            require_own_row(self.name, (fragment.waiting, fragment.ticket))
             own = part.of(like)
             waits = not same_structure(fragment.waiting, ())
             if waits != (self.delay > 0 and not same_structure(own, ())):
@@ -412,6 +417,8 @@ class _Workers:
                 )
             require_dtypes(self.name, "outer optimizer's state", fragment.outer, made)
             if self.delay:
+                expected = Expected(self.name, leaves_of(own), jax.tree.structure(own), remedy)
+                require_paths(expected, "reduction that waits", (fragment.waiting,))
                 require_dtypes(self.name, "reduction that waits", fragment.waiting, own)
 
     def _weighted(self, axes: Axes, moved: list[jax.Array], weight: Any) -> list[jax.Array]:
@@ -521,6 +528,12 @@ def _holes(tree: Pytree, numbers: tuple[int, ...]) -> Pytree:
     return jax.tree.unflatten(treedef, [x if i in own else None for i, x in enumerate(leaves)])
 
 
+def _own(axes: Axes, x: Any) -> Any:
+    """Types the zeros of a frozen parameter as a worker's own, as its other gradients are."""
+    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return _compat.vary_over(jnp.asarray(x), axes.varying()) if inexact else x
+
+
 def _shared(axes: Axes, x: jax.Array) -> jax.Array:
     return _compat.same_over(x, axes.names)
 
@@ -545,8 +558,17 @@ def local_params(params: Pytree, state: Pytree) -> Pytree:
         )
     _check_moved("local_params", found[0], params)
     moved = own_row(found[0].moved)
-    _require_as_wide("local_params", moved, params)
-    return jax.tree.map(jnp.add, params, moved)
+    _require_as_wide("local_params", "moved", moved, params)
+    return _moved_from(params, moved)
+
+
+def _moved_from(params: Pytree, moved: Pytree) -> Pytree:
+    """Returns `params` plus `moved`, which may be wider, in the dtypes of `params`."""
+
+    def add(x: Any, by: jax.Array) -> jax.Array:
+        return (jnp.asarray(x, by.dtype) + by).astype(jnp.result_type(x))
+
+    return jax.tree.map(add, params, moved)
 
 
 def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
@@ -558,8 +580,9 @@ def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
     require_rows(expected, "moved", state.moved)
 
 
-def _require_as_wide(caller: str, moved: Pytree, params: Pytree) -> None:
-    """Raises ValueError for a state that was cast to less than the parameters' dtypes."""
-    for x, own in zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True):
-        if x.dtype.itemsize < jnp.result_type(own).itemsize:
-            require_dtypes(caller, "moved", x, own)
+def _require_as_wide(caller: str, what: str, state: Pytree, like: Pytree) -> None:
+    """Raises ValueError for a part of the state that was cast to less than the dtypes of `like`."""
+    for x, own in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+        key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        if not key and x.dtype.itemsize < jnp.result_type(own).itemsize:
+            require_dtypes(caller, what, x, own)

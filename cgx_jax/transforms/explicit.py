@@ -69,7 +69,7 @@ def step_on_ranks(
             raise ValueError(
                 f"{caller}: an array of the state with a row for each rank is {spec}, so every "
                 "rank would keep all rows. Take the state from init under jax.set_mesh, or place "
-                "it by cgx_jax.state_shardings(state, axis_name, mesh)."
+                "it by cgx_jax.state_shardings(jax.eval_shape(tx.init, params), axis_name, mesh)."
             )
         return spec
 

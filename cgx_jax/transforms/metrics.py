@@ -44,5 +44,6 @@ def metrics(state: Pytree) -> dict[str, int]:
 
 
 def _here(x: Any) -> list[Any]:
-    """Returns the parts of `x` on this process; a NumPy array is one part."""
-    return [x] if isinstance(x, np.ndarray) else [shard.data for shard in x.addressable_shards]
+    """Returns the parts of `x` on this process; what is no JAX array is one part."""
+    is_jax = isinstance(x, jax.Array)
+    return [shard.data for shard in x.addressable_shards] if is_jax else [np.asarray(x)]

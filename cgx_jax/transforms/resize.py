@@ -10,7 +10,14 @@ import numpy as np
 
 from cgx_jax._types import Pytree
 from cgx_jax.arguments import whole_number
-from cgx_jax.transforms.state import PerRank, map_parts, ranks_in, require_concrete, sync_states
+from cgx_jax.transforms.state import (
+    PerRank,
+    is_of_pmap,
+    map_parts,
+    ranks_in,
+    require_concrete,
+    sync_states,
+)
 
 _NAME = "resize_state"
 
@@ -39,12 +46,12 @@ def resize_state(state: Pytree, world: int) -> Pytree:
     """
     world = whole_number(_NAME, "world", world, 1)
     require_concrete(_NAME, state)
-    if not (states := sync_states(_NAME, state)):
+    if not sync_states(_NAME, state):
         raise ValueError(
             f"{_NAME}: the state holds no state of sync_gradients or diloco; pass the state "
             "of a chain with one of them."
         )
-    flat = not any(x.step.ndim for x in states)
+    whole = is_of_pmap(_NAME, state)
     rows = ranks_in(_NAME, state)
     if len(rows) > 1:
         raise ValueError(
@@ -76,18 +83,21 @@ def resize_state(state: Pytree, world: int) -> Pytree:
         return np.broadcast_to(row, shape)  # on the host, where copies of a row take no memory
 
     def same(x: Any) -> Any:  # under pmap it has a row for each rank, too
-        return x if flat else resized(None, x)
+        return resized(None, x) if whole and jnp.ndim(x) else x
 
     return map_parts(_NAME, state, resized, same)
 
 
 def _mean(rows: np.ndarray) -> np.ndarray:
-    if jnp.issubdtype(rows.dtype, jnp.inexact):
-        wide = np.float32 if rows.dtype.itemsize < 4 else rows.dtype
-        return rows.mean(0, dtype=wide).astype(rows.dtype)
-    if (rows != rows[0]).any():
+    first: np.ndarray = rows[0]
+    equal = rows == first
+    if equal.all():
+        return first
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
         raise ValueError(
             f"{_NAME}: rows of {rows.dtype}{list(rows.shape[1:])} differ between ranks, and "
             "integers have no mean; begin with the state of a new init."
         )
-    return rows[0]
+    # fp64, in which sums of fp32 neither overflow nor round what is equal in all rows.
+    wide = np.complex128 if np.iscomplexobj(rows) else np.float64
+    return np.where(equal.all(0), first, rows.mean(0, dtype=wide)).astype(rows.dtype)

@@ -48,11 +48,10 @@ def scatter_gradients(
     leaves. A step whose mean holds a NaN or infinity on any rank leaves memory and moments as they
     were; one more number per step tells all ranks.
 
-    The state is a `SyncState`. `state_specs` and `state_shardings` say how it is split, and a
-    checkpoint of it restores on the same number of ranks. `init` takes whole parameters, with the
-    `mesh` given, or shards inside shard_map or pmap. What follows in the chain sees only a shard:
-    `optax.clip_by_global_norm` would use the norm of that shard, and `optax.apply_if_finite` would
-    skip the step only on some ranks.
+    The state is a `SyncState`, which `state_specs`, `state_shardings` and `resize_state` take.
+    `init` takes whole parameters, with the `mesh` given, or shards inside shard_map or pmap. What
+    follows in the chain sees only a shard: `optax.clip_by_global_norm` would use the norm of that
+    shard, and `optax.apply_if_finite` would skip the step only on some ranks.
 
     Raises ValueError while tracing for what `psum_scatter_compressed` refuses, for a memory around
     a compressor that would let it grow, for the state of an `init` that mistook shards for whole

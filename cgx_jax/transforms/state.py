@@ -41,6 +41,12 @@ class PerRank(enum.Enum):
     RESTART = "zeros"
 
 
+class EachOf(NamedTuple):
+    """Marks a field that is a tuple of states."""
+
+    kind: Any
+
+
 class CodeState(NamedTuple):
     """States of compressors: trees like the parameters, with a state, or (), at each leaf.
 
@@ -121,7 +127,7 @@ class LocalState(NamedTuple):
     step: jax.Array
     moved: Annotated[Pytree, PerRank.MEAN]
     optimizer: Annotated[Pytree, PerRank.MEAN]
-    fragments: tuple[Fragment, ...]
+    fragments: Annotated[tuple[Fragment, ...], EachOf(Fragment)]
 
 
 _STATES: tuple[Any, ...] = (SyncState, CodeState, Fragment, LocalState)
@@ -129,7 +135,7 @@ _STATES: tuple[Any, ...] = (SyncState, CodeState, Fragment, LocalState)
 
 @functools.cache
 def _marks(kind: Any) -> dict[str, Any]:
-    """Returns the marks of a state's fields: a `PerRank`, or the kind of state that a field is."""
+    """Returns the marks of fields: `PerRank`, `EachOf`, or the kind of state that a field is."""
     hints = get_type_hints(kind, include_extras=True)
     marked = {name: hint for name, hint in hints.items() if get_origin(hint) is Annotated}
     return {name: hint.__metadata__[0] for name, hint in marked.items()}
@@ -154,9 +160,10 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
     """Returns NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings, restoring.
 
     `state` is as in `state_specs`. It may hold more than the optimizer's state, such as parameters,
-    which are replicated. Raises ValueError for an axis that is not in the mesh, for memories of a
-    different number of ranks than the axis has on the mesh, and for a state that was restored
-    without a target.
+    which are replicated. What has a sharding on explicit axes in its type keeps that, such as
+    `jax.eval_shape(tx.init, params)` for parameters with one. Raises ValueError for an axis that is
+    not in the mesh, for memories of a different number of ranks than the axis has on the mesh, and
+    for a state that was restored without a target.
     """
     caller = "state_shardings"
     axis_name = axes_of(caller, axis_name)
@@ -166,6 +173,8 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
     rows = ranks_in(caller, state)
 
     def check(path: Any, spec: PartitionSpec, x: Any) -> NamedSharding:
+        if (typed := _compat.sharding_in_type(x, mesh)) is not None:
+            return NamedSharding(mesh, typed.spec)
         if len(spec) and x.shape[0] != world:
             where, found = path_of(path), x.shape[0]
             remedy = f"Pass a mesh of {found} ranks, or cgx_jax.resize_state(state, {world})."
@@ -202,14 +211,23 @@ def map_parts(
         fields = dict(zip(kind._fields, x, strict=True)) if isinstance(x, tuple) else dict(x)
         for name, value in fields.items():
             mark = _marks(kind).get(name)
-            inner = None if isinstance(mark, PerRank) else _kind(caller, value, mark)
+            inner = None if isinstance(mark, PerRank | EachOf) else _kind(caller, value, mark)
             if isinstance(mark, PerRank):
                 fields[name] = jax.tree.map(functools.partial(of_ranks, mark), value)
+            elif isinstance(mark, EachOf) and isinstance(value, tuple | list):
+                fields[name] = type(value)(entry(mark.kind, x) for x in value)
+            elif isinstance(mark, EachOf) and isinstance(value, Mapping):  # of nnx.state
+                fields[name] = {k: entry(mark.kind, x) for k, x in value.items()}
             elif inner is not None:
                 fields[name] = part(inner, value)
             else:
                 fields[name] = jax.tree.map(each, value, is_leaf=is_state)
         return kind(**fields) if isinstance(x, tuple) else fields
+
+    def entry(kind: Any, x: Any) -> Pytree:
+        if (found := _kind(caller, x, kind)) is None:
+            raise restored(caller, x, kind)
+        return part(found, x)
 
     def each(x: Any) -> Pytree:
         kind = _kind(caller, x)
@@ -237,6 +255,17 @@ def sync_states(caller: str, state: Pytree) -> list[SyncState]:
     found = filter(is_sync, jax.tree.leaves(state, is_leaf=is_sync))
     empty = dict.fromkeys(SyncState._fields, ())
     return [x if isinstance(x, SyncState) else SyncState(**(empty | x)) for x in found]
+
+
+def is_of_pmap(caller: str, state: Pytree) -> bool:
+    """Whether everything in `state` has a row for each rank, and not only what differs."""
+
+    def is_state(x: object) -> bool:
+        return _kind(caller, x) is not None
+
+    outermost = filter(is_state, jax.tree.leaves(state, is_leaf=is_state))
+    steps = [x.get("step") if isinstance(x, Mapping) else getattr(x, "step", ()) for x in outermost]
+    return any(jnp.ndim(step) for x in steps for step in jax.tree.leaves(x))
 
 
 def require_concrete(caller: str, state: Pytree) -> None:

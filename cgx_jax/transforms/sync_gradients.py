@@ -329,15 +329,16 @@ class Sync:
         axes = Axes.resolve(self.name, self._names, None)
         checked = axes.checked()
         check_wrappers(self.name, checked=checked, shards=self.dimensions is not None)
+        named = leaves_of(updates, self.name)
         if axes.world == 1 or not checked:
             return updates
         leaves, treedef = jax.tree.flatten(updates)
-        for i, leaf in enumerate(leaves_of(updates, self.name)):
+        for i, leaf in enumerate(named):
             x, counts = leaves[i], jnp.issubdtype(leaf.dtype, jnp.inexact)
-            if not (counts and isinstance(x, jax.core.Tracer) and x.size):
+            if not (counts and leaf.size):
                 continue
-            if _compat.is_filled(x, axes.names):
-                leaves[i] = _compat.vary_over(x, axes.varying())
+            if not isinstance(x, jax.core.Tracer) or _compat.is_filled(x, axes.names):
+                leaves[i] = _compat.vary_over(jnp.asarray(x), axes.varying())
             axes.check_varying(self.name, [(leaf.path, leaves[i])])
         return jax.tree.unflatten(treedef, leaves)
 

@@ -52,8 +52,10 @@ def moved(
         step = after(step, [finite])  # the squares are summed in a branch
 
     before = old._replace(lines=())
-    # Exact leaves may be sharded over another axis of an explicit mesh.
-    varying = frozenset[str]().union(*map(_compat.varying_axes, exact))
+    # Exact leaves may be sharded over another axis of an explicit mesh, and moments may be those of
+    # one of several workers.
+    typed = [*exact, *jax.tree.leaves(before)]
+    varying = frozenset[str]().union(*map(_compat.varying_axes, typed))
     fine = _compat.vary_over(jnp.ones((), bool), varying)
 
     def update() -> tuple[Moments, jax.Array]:

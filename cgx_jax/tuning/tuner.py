@@ -189,8 +189,7 @@ class Tuner(Chooser):
         if jax.process_index() == 0 and len(found) > 1:
             known = None
             if self._folder is not None:
-                parse = lambda fields: fits(self._offered.setting(fields), self._asked)  # noqa: E731
-                known = kept.find(self._folder, key, parse)
+                known = kept.find(self._folder, key, self._parsed)
             if known is not None:
                 first = [known]
             else:
@@ -198,6 +197,12 @@ class Tuner(Chooser):
                 first = next(self._search)
         self.state = "kept" if len(found) == 1 else "cached"
         self._follow(first)
+
+    def _parsed(self, fields: Any) -> Setting:
+        """Returns a setting of the cache; raises ValueError for one that the step cannot take."""
+        setting = self._offered.setting(fields)
+        # Levels are checked in the step, where the axes are bound.
+        return setting if setting.levels is not None else fits(setting, self._asked)
 
     def _decide(self) -> None:
         """Ends the trials: process 0 decides what is tried next, or which setting is kept."""
