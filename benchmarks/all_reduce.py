@@ -122,8 +122,8 @@ class Ranks(LinkTimer):
         """Returns the slowest rank's seconds of every step, f64[reps].
 
         Steps take turns in a random order, the same on all ranks. In its turn a step is taken three
-        times, and the last is timed: a TCP connection that has waited for the other steps starts
-        slowly again, which it does not in a training loop.
+        times, and the last is timed: the first ones find caches and connections as other steps have
+        left them, which they do not in a training loop.
         """
         samples = np.empty((reps, len(steps)))
         orders = np.random.default_rng(0)
