@@ -395,3 +395,15 @@ def test_a_state_that_devices_of_a_rank_would_not_share_is_refused(options):
     message = rf"^sync_gradients: .*over axis 'model', too.*{remedy}"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(init, {"w": jnp.zeros((64, 64))})
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_leaf_that_is_no_array_is_named(check_vma):
+    mesh = ranks(4)
+    tx = cgx_jax.sync_gradients("data", Identity(), mesh=mesh)
+    state = tx.init({"w": jnp.ones((8, 8))})
+    update = lambda w: tx.update({"w": w, "act": "gelu"}, state)[0]["w"]  # noqa: E731
+    with pytest.raises(
+        TypeError, match=r"^sync_gradients: leaf 'act' is 'gelu', which is no array"
+    ):
+        sharded(update, mesh, P("data"), check_vma=check_vma)(jnp.ones((32, 8)))
