@@ -171,15 +171,16 @@ def restore(
     """
     of = "the saved policy"
     for what, theirs, ours in (
-        ("adapts leaves", saved.adaptive, list(adaptive)),
-        ("has candidates", saved.candidates, [repr(c) for c in candidates]),
+        ("adapts leaf", saved.adaptive, adaptive),
+        ("has the candidate", saved.candidates, [repr(c) for c in candidates]),
     ):
-        if theirs != ours:
-            raise ValueError(
-                f"Adaptive: {of} {what} {untrusted.shown(theirs)}, where this one has "
-                f"{untrusted.shown(ours)}; pass the candidates and the base of the run that saved "
-                f"it. {_AGAIN}"
-            )
+        for a, b in itertools.zip_longest(theirs, ours):
+            if a != b:
+                raise ValueError(
+                    f"Adaptive: {of} {what} {untrusted.shown(a)} where this one has "
+                    f"{untrusted.shown(b)}; pass the candidates and the base of the run that saved "
+                    f"it. {_AGAIN}"
+                )
     current, *more = unpack(saved.current, known, of) or [()]
     plans = unpack(saved.plans, known, of)
     struck = [] if saved.nonfinite is None else [saved.nonfinite]
