@@ -442,7 +442,7 @@ def _check_bound(
             "x.reshape(groups, size, ...), and reduce over the inner axis."
         )
     of_mesh = tuple(n for n in names if n not in of_vmap)
-    if of_vmap and of_mesh and set(of_mesh) & _compat.varying_axes(lax.axis_index(names)):
+    if of_vmap and set(of_mesh) & _compat.varying_axes(lax.axis_index(names)):
         raise ValueError(
             f"{caller}: axis_name={names} mixes axes of vmap and of a mesh, which neither this "
             "call nor lax.psum supports under check_vma; reduce over one axis at a time, or pass "
