@@ -316,6 +316,12 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[A
     return list(jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *arrays))
 
 
+def written_out(eqn: Any) -> Any:
+    """Returns the program, closed, of an operation that JAX (0.12) writes in terms of others."""
+    avals = [x.aval for x in eqn.invars]
+    return jax.make_jaxpr(lambda *x: eqn.primitive.to_lojax(*x, **eqn.params))(*avals)
+
+
 def evaluate_one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Returns the results of one equation of a jaxpr."""
     pairs = zip(eqn.invars, operands, strict=True)

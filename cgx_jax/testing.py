@@ -226,7 +226,9 @@ def check_loss(
     Raises AssertionError with every array that differs. Losses that draw random numbers for each
     example differ.
     """
-    one = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(mesh.axis_names)), mesh.axis_names)
+    # The loss may close over arrays on all devices, so all compute "on one device".
+    names = *mesh.axis_names, "_".join(("all", *mesh.axis_names))
+    one = Mesh(mesh.devices.reshape((1,) * mesh.devices.ndim + (-1,)), names)
     place = NamedSharding(one, P())
     given = (params, batch, *more)
     alone = jax.tree.map(

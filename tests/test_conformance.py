@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -229,6 +229,12 @@ def test_check_loss_names_what_differs(loss, options, wrong):
     check = lambda: check_loss(loss, params, batch, mesh, "data", **options)  # noqa: E731
     with contextlib.nullcontext() if wrong is None else pytest.raises(AssertionError, match=wrong):
         check()
+
+
+def test_check_loss_takes_losses_that_close_over_arrays_on_the_mesh(mesh):
+    scale = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P()))
+    loss = lambda p, x: jnp.square(x * scale @ p).mean()  # noqa: E731
+    check_loss(loss, jnp.ones((4, 3)), jnp.arange(64.0).reshape(16, 4), mesh, "data")
 
 
 class Keeper(nnx.Module):

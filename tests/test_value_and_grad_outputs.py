@@ -562,6 +562,32 @@ def test_a_mean_over_the_examples_is_taken(case, honest):
         check_close(vag(loss)(params, x, y), one(params, x, y))
 
 
+GRID = np.linspace(-2, 2, 32, dtype=np.float32)
+SOLVED = {
+    "an inverse": lambda w, x: jnp.square(x @ jnp.linalg.inv(w)).mean(),
+    "one system of the parameters": lambda w, x: jnp.square(
+        x - jnp.linalg.solve(w, w[0])
+    ).mean(),
+    "columns of examples": lambda w, x: jnp.square(jnp.linalg.solve(w, x.T)).mean(),
+    "a system of each example": lambda w, x: jnp.square(
+        jnp.linalg.solve(w + jnp.square(x)[:, :, None] * jnp.eye(32), x[:, :, None])
+    ).mean(),
+    "a determinant": lambda w, x: jnp.square(x).mean() - jnp.linalg.slogdet(w)[1],
+    "an interpolation": lambda w, x: jnp.interp(x, GRID, w[0]).mean(),
+    "places in a table": lambda w, x: (w[0][jnp.digitize(x, GRID[1:])] * x).mean(),
+    "a root": lambda w, x: (x * lax.custom_root(
+        lambda y: y**3 - w[0], w[0], lambda f, y: jnp.cbrt(w[0]), lambda g, y: y / g(jnp.ones(32))
+    )).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("solved", SOLVED.values(), ids=SOLVED)
+def test_systems_and_tables_of_parameters_are_followed(case, solved):
+    params, x, y, _ = case
+    loss = lambda p, x, y: solved(9 * jnp.eye(32) + p["a"]["w"] @ p["c"]["w"], x)  # noqa: E731
+    check_close(vag(loss)(params, x, y), of_jax(loss, params, x, y))
+
+
 @pytest.mark.parametrize("scale", [1, 1 << 14])  # the second is beyond fp32's integers
 def test_means_of_integers_keep_their_dtype(case, scale):
     params, x, y, _ = case

@@ -236,6 +236,20 @@ def _divides(pair: Pair) -> Relation | None:
     return _Rule(_total, linear=True)(dataclasses.replace(pair, given=(a, b.at(-b.power))))
 
 
+def _solves(pair: Pair) -> Relation | None:
+    """A triangular system, which is linear in its right-hand side, operand 1."""
+    matrix, side = pair.given
+    if side.kind is Kind.SUM:
+        return _Rule(_first, linear=True)(dataclasses.replace(pair, given=(side, matrix)))
+    power = side.power if matrix.power == 0 else None
+    free = len(pair.shape(1)) - (1 if pair.param("left_side") else 2)
+
+    def apart(pair: Pair, d: int) -> bool:
+        return _before(pair, d) or (d == free and pair.grown(0) == -1)
+
+    return _Rule(lambda given: power, apart=apart)(pair)
+
+
 def _raises(pair: Pair) -> Relation | None:
     y = 2 if pair.name == "square" else pair.param("y")
     return _Rule(lambda given: given[0].power * y)(pair)
@@ -478,9 +492,6 @@ _NUMBERS = {
     ),
     "fft": _Rule(_first, linear=True, apart=_before),
     "unstack": _Rule(_first, linear=True),
-    "triangular_solve": _Rule(
-        lambda given: given[1].power if given[0].power == 0 else None, apart=_before
-    ),
     "cholesky eig eigh householder_product lu qr svd": _Rule(_none, apart=_before, but=("shape",)),
 }
 _OTHERS: dict[Any, str] = {
@@ -493,6 +504,7 @@ _OTHERS: dict[Any, str] = {
     _multiplies: "mul",
     _numbers_rank: "axis_index",
     _divides: "div",
+    _solves: "triangular_solve",
     _raises: "integer_pow square",
     _selects: "select_n",
     _concatenates: "concatenate",

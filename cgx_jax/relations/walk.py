@@ -162,6 +162,15 @@ class _Walk:
             return [pair.refuse("a shard_map that splits the examples again")] * pair.count
         return found
 
+    def linear_solve(self, pair: Pair) -> list[Relation]:
+        """Follows the program that solves a linear system."""
+        lengths, programs = pair.param("const_lengths"), pair.both("jaxprs")
+        start = lengths.matvec + lengths.vecmat
+        constants = pair.given[start : start + lengths.solve]
+        sides = pair.given[len(pair.given) - pair.count :]
+        small, large = (own.solve for own in programs)
+        return self.inside(small, large, [*constants, *sides])
+
     def branches(self, pair: Pair) -> list[Relation]:
         """Joins what the branches of a cond return, if all ranks take the same one."""
         which, *rest = pair.given
@@ -273,11 +282,13 @@ _PROGRAMS: dict[str, Callable[[_Walk, Pair], list[Relation]]] = {
     **dict.fromkeys(
         (
             *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-            *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+            *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "call_hi_primitive"),
+            "eval_jaxpr",
         ),
         _Walk.call,
     ),
     "shard_map": _Walk.nested,
+    "custom_linear_solve": _Walk.linear_solve,
     "cond": _Walk.branches,
     "while": _Walk.while_loop,
     "scan": _Walk.scan,
@@ -297,6 +308,8 @@ def _running_sum(pair: Pair) -> Relation:
 
 
 def _body(eqn: Any) -> Any:
+    if "_prim" in eqn.params:
+        return _compat.written_out(eqn)
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
             return eqn.params[key] if _compat.is_program(eqn.params[key]) else None

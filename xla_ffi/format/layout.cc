@@ -82,6 +82,10 @@ std::string OwnedLayout::build(const std::vector<SlotSpec>& specs, int64_t world
   chunk_bytes_ = 0;
   for (int64_t w = 0; w < world; ++w)
     chunk_bytes_ = std::max(chunk_bytes_, begin_[w + 1] - begin_[w]);
+  if (chunk_bytes_ >= kMaxRow) {
+    return "the payload for a rank is " + std::to_string(chunk_bytes_) +
+           " bytes, must be less than 2^33; split the buffer";
+  }
   return "";
 }
 

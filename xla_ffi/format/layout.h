@@ -14,6 +14,7 @@ namespace cgx {
 constexpr int64_t kMaxBucket = int64_t{1} << 30;
 constexpr int64_t kMaxWorld = int64_t{1} << 20;
 constexpr int64_t kMaxSize = int64_t{1} << 48;  // values of all leaves, so that byte counts fit
+constexpr int64_t kMaxRow = int64_t{1} << 33;   // bytes; kernels number its words with 32 bits
 
 // A leaf's slot before it is checked, so its numbers may be anything.
 struct SlotSpec {

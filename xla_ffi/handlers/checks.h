@@ -3,6 +3,7 @@
 #define CGX_HANDLERS_CHECKS_H_
 
 #include <cmath>
+#include <exception>
 #include <new>
 #include <string>
 
@@ -73,6 +74,8 @@ ffi::Error no_throw(const char* call, F&& f) {
     return f();
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(call) + ": out of memory");
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kInternal, std::string(call) + ": " + error.what());
   }
 }
 

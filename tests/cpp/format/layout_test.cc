@@ -42,6 +42,9 @@ void layouts() {
   const std::vector<cgx::SlotSpec> huge(1 << 15, {cgx::kMaxSize, 8, 32, 0, 0});
   check(owned.build(huge, 2).find("2^48 values") != std::string::npos,
         "leaves whose bytes overflow 64 bits refused");
+  const std::vector<cgx::SlotSpec> large{{cgx::kMaxRow, 8, 512, 0, 0}};
+  check(owned.build(large, 1).find("less than 2^33") != std::string::npos, "a long row refused");
+  check(owned.build(large, 2).empty(), "rows of half its length");
 }
 
 void segments() {
