@@ -139,9 +139,9 @@ def test_a_state_of_each_rank_waits_too():
     candidates = (Signum(0.5), Quantize(4, 64))
     training = Training(policy(candidates=candidates), like=LIKE)
     own = training.state[0].codes.own["dense"]
-    assert jax.tree.map(jnp.shape, own) == (((WORLD, 64, 64),), ())
+    assert jax.tree.map(jnp.shape, own) == ((WORLD, 64, 64), ())
     run(training, 1)
-    assert not np.asarray(training.state[0].codes.own["dense"][0][0]).any()
+    assert not np.asarray(training.state[0].codes.own["dense"][0]).any()
 
 
 def test_a_memory_refuses_a_candidate_that_lets_it_grow_before_it_is_chosen():

@@ -313,6 +313,24 @@ def test_the_state_in_an_optimizer_of_nnx_is_found(form, mesh):
     assert transforms.metrics(state)["cgx/overflow"] == 0
 
 
+@pytest.mark.parametrize("code", [Signum(), PowerSGD(2)], ids=repr)
+def test_codes_keep_their_state_in_an_optimizer_of_nnx(code, mesh):
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    tx = optax.chain(sync(mesh, code), optax.sgd(0.1))
+    graph, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+    def step(state):
+        model, optimizer = nnx.merge(graph, state)
+        optimizer.update(model, nnx.state(model, nnx.Param))
+        return nnx.state((model, optimizer))
+
+    specs = cgx_jax.state_specs(state, "data")
+    after = sharded(step, mesh, (specs,), specs, check_vma=False)(state)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    codes = after[1]["opt_state"][0]["codes"]
+    assert all(np.asarray(x).any() for x in jax.tree.leaves(codes))
+
+
 @pytest.mark.parametrize("form", [lambda o: o, nnx.state])
 def test_what_waits_in_an_optimizer_of_nnx_is_found(form, mesh):
     late = {"every": 2, "delay": 1, "mesh": mesh, "exchange": "xla"}

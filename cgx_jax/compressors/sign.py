@@ -80,11 +80,11 @@ class Signum(SignSGD):
             )
 
     def init(self, shape: Sequence[int], dtype: DTypeLike) -> Pytree:
-        return (jnp.zeros(tuple(shape), jnp.float32),)
+        return jnp.zeros(tuple(shape), jnp.float32)
 
     def prepare(self, x: jax.Array, state: Pytree) -> tuple[jax.Array, Pytree]:
-        mean = self.momentum * state[0] + (1 - self.momentum) * x
-        return mean, (mean,)
+        mean = self.momentum * state + (1 - self.momentum) * x
+        return mean, mean
 
 
 @dataclasses.dataclass(frozen=True)
