@@ -1,20 +1,22 @@
 """Seconds to trace and compile a training step, and a reduction alone, against the exact ones.
 
-    python benchmarks/compile_time.py --leaves 10,100,300 --reps 3
-    python benchmarks/compile_time.py --leaves 100 --ways 'QSGD|TopK'
+    python benchmarks/compile_time.py --models 10,100,300,resnet50,gpt2 --reps 3
+    python benchmarks/compile_time.py --models 100 --ways 'QSGD|TopK'
 
-Leaves have five shapes, 64 to 12,288 values, in turn. An exact step whose optimizer keeps one to
-three more arrays per leaf (`optax.trace`) shows what as much state costs in plain JAX. The ways
-take turns, in an order that is drawn anew, and JAX's caches are cleared before each. `ratio` is a
-way's time divided by that of the exact step or of `lax.psum` in the same turn: the median (and
-quartiles).
+A number is that of the leaves of a model that computes next to nothing. They have five shapes, 64
+to 12,288 values, in turn. The other models are those of tests/gpu, which need flax. An exact step
+whose optimizer keeps one to three more arrays per leaf (`optax.trace`) shows what as much state
+costs in plain JAX. The ways take turns, in an order that is drawn anew, and JAX's caches are
+cleared before each. `ratio` is a way's time divided by that of the exact step or of `lax.psum` in
+the same turn: the median (and quartiles).
 """
 
 import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +29,8 @@ import cgx_jax
 import measure
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment, compressors, policies, transforms
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+
 WORLD = 4
 SHAPES = [(64, 64), (64,), (128, 64), (32, 128), (64, 192)]
 Program = tuple[Any, Any]  # a jitted function and the shapes of its arguments
@@ -35,6 +39,33 @@ STEP, SHARDED, PLAIN, REDUCTION = "exact step", "exact sharded step", "exact pla
 FSDP = "exact plain jit of shards"
 WHOLE = P()
 CODE = Quantize(4, rotation=True)
+
+
+class Model(NamedTuple):
+    """Shapes of parameters and of a batch of all ranks, and the loss of both."""
+
+    name: str
+    params: Any
+    loss: Callable[..., Any]
+    batch: Any
+
+
+def model_of(name: str) -> Model:
+    """Returns a model of that many leaves, or the one of that name."""
+    if name.isdigit():
+        params = {
+            f"leaf{i}": jax.ShapeDtypeStruct(SHAPES[i % len(SHAPES)], np.float32)
+            for i in range(int(name))
+        }
+        # Two examples per rank, since with one value_and_grad traces the loss six times.
+        batch = jax.ShapeDtypeStruct((2 * WORLD,), np.float32)
+        return Model(f"{name} leaves", params, loss_of, batch)
+    import models
+
+    params, loss = getattr(models, name)(0)
+    batch = jax.tree.map(np.concatenate, models.synthetic(name, WORLD, small=True))
+    params, batch = jax.eval_shape(lambda: (params, batch))
+    return Model(f"{name}, {len(jax.tree.leaves(params))} leaves", params, loss, batch)
 
 
 def steps(mesh: Mesh) -> dict[str, optax.GradientTransformation]:
@@ -96,54 +127,54 @@ def loss_of(params: Any, x: jax.Array) -> jax.Array:
     return sum((jax.numpy.sin(p) * x.mean()).sum() for p in leaves)
 
 
-def step_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh, **jit: Any) -> Program:
+def step_of(tx: optax.GradientTransformation, model: Model, mesh: Mesh, **jit: Any) -> Program:
     """Returns a training step under shard_map; `jit` is as in `mapped`."""
-    state = jax.eval_shape(tx.init, params)
+    state = jax.eval_shape(tx.init, model.params)
     specs = cgx_jax.state_specs(state, "ranks")
 
-    def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
+    def step(params: Any, state: Any, x: Any) -> tuple[Any, Any]:
         own = jax.tree.map(lambda p: lax.pcast(p, "ranks", to="varying"), params)
-        updates, state = tx.update(jax.grad(loss_of)(own, x), state, params)
+        updates, state = tx.update(jax.grad(model.loss)(own, x), state, params)
         return optax.apply_updates(params, updates), state
 
-    return mapped(step, mesh, (P(), specs), (params, state), **jit)
+    return mapped(step, mesh, (P(), specs), state, model, **jit)
 
 
-def adaptive(params: Any, mesh: Mesh) -> Program:
+def adaptive(model: Model, mesh: Mesh) -> Program:
     policy = cgx_jax.Adaptive()
     first = cgx_jax.sync_gradients("ranks", policy, mesh=mesh, exchange="xla")
-    return step_of(optax.chain(first, optax.adam(1e-3)), params, mesh, jit=policy.jit)
+    return step_of(optax.chain(first, optax.adam(1e-3)), model, mesh, jit=policy.jit)
 
 
 def mapped(
     step: Callable[..., Any],
     mesh: Mesh,
     specs: Any,
-    arguments: Any,
+    state: Any,
+    model: Model,
     jit: Callable[..., Any] = jax.jit,
 ) -> Program:
-    """Returns a step under shard_map, which takes and returns `arguments`, and takes a batch."""
+    """Returns a step of (parameters, state, batch) under shard_map."""
     over = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P("ranks")), out_specs=specs)
-    x = jax.ShapeDtypeStruct((WORLD,), np.float32)
-    return jit(over, donate_argnums=(0, 1)), (*arguments, x)
+    return jit(over, donate_argnums=(0, 1)), (model.params, state, model.batch)
 
 
-def hooked(params: Any, mesh: Mesh) -> Program:
+def hooked(model: Model, mesh: Mesh) -> Program:
     """Returns a step whose gradients are reduced in the backward pass."""
     tx = optax.adam(1e-3)
 
-    def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
+    def step(params: Any, state: Any, x: Any) -> tuple[Any, Any]:
         def loss(params: Any) -> jax.Array:
             whole = cgx_jax.reduce_in_backward(params, "ranks", CODE, exchange="xla")
-            return lax.pmean(loss_of(whole, x), "ranks")
+            return lax.pmean(model.loss(whole, x), "ranks")
 
         updates, state = tx.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state
 
-    return mapped(step, mesh, (P(), P()), (params, jax.eval_shape(tx.init, params)))
+    return mapped(step, mesh, (P(), P()), jax.eval_shape(tx.init, model.params), model)
 
 
-def sharded(params: Any, mesh: Mesh, *, exact: bool) -> Program:
+def sharded(model: Model, mesh: Mesh, *, exact: bool) -> Program:
     """Returns a step of sharded data-parallel training, which gathers whole weights."""
     if exact:
         gather = lambda x: lax.all_gather(x, "ranks", tiled=True)  # noqa: E731
@@ -155,9 +186,9 @@ def sharded(params: Any, mesh: Mesh, *, exact: bool) -> Program:
     else:
         scatter = cgx_jax.scatter_gradients("ranks", CODE, mesh=mesh, exchange="xla")
     tx = optax.chain(scatter, optax.adam(1e-3))
-    first, state = jax.eval_shape(tx.init, params)
+    first, state = jax.eval_shape(tx.init, model.params)
     cut = lambda tree: jax.tree.map(lambda x: P("ranks") if x.ndim else P(), tree)  # noqa: E731
-    specs = cut(params), (cgx_jax.state_specs(first, "ranks"), cut(state))
+    specs = cut(model.params), (cgx_jax.state_specs(first, "ranks"), cut(state))
 
     def step(shards: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
         if exact:
@@ -166,25 +197,20 @@ def sharded(params: Any, mesh: Mesh, *, exact: bool) -> Program:
             whole = cgx_jax.all_gather_compressed(
                 shards, "ranks", Quantize(8), tiled=True, exchange="xla"
             )
-        updates, state = tx.update(jax.grad(loss_of)(whole, x), state, shards)
+        updates, state = tx.update(jax.grad(model.loss)(whole, x), state, shards)
         return optax.apply_updates(shards, updates), state
 
-    return mapped(step, mesh, specs, (params, (first, state)))
+    return mapped(step, mesh, specs, (first, state), model)
 
 
-def plain_jit(params: Any, mesh: Mesh, *, exact: bool, cut: P = WHOLE) -> Program:
+def plain_jit(model: Model, mesh: Mesh, *, exact: bool, cut: P = WHOLE) -> Program:
     """Returns a step under plain jit, whose batch is sharded, with parameters placed as `cut`."""
     tx = optax.adam(1e-3)
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        each = jax.vmap(lambda x: loss_of(params, x))(x)
-        return each.mean()
-
     how = {"specs": cut, "weights": Quantize(8)} if len(cut) else {}
     compressed = cgx_jax.value_and_grad(
-        loss, "ranks", CODE, mesh=mesh, in_specs={1: P("ranks")}, exchange="xla", **how
+        model.loss, "ranks", CODE, mesh=mesh, in_specs={1: P("ranks")}, exchange="xla", **how
     )
-    differentiate = jax.value_and_grad(loss) if exact else compressed
+    differentiate = jax.value_and_grad(model.loss) if exact else compressed
 
     def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
         _, grads = differentiate(params, x)
@@ -198,25 +224,26 @@ def plain_jit(params: Any, mesh: Mesh, *, exact: bool, cut: P = WHOLE) -> Progra
 
         return jax.tree.map(place, tree)
 
-    state = jax.eval_shape(tx.init, params)
-    # Two examples per rank, since with one the loss is traced six times instead of twice.
-    x = placed(jax.ShapeDtypeStruct((2 * WORLD,), np.float32), P("ranks"))
-    return jax.jit(step, donate_argnums=(0, 1)), (placed(params, cut), placed(state, cut), x)
+    state, x = jax.eval_shape(tx.init, model.params), placed(model.batch, P("ranks"))
+    given = placed(model.params, cut), placed(state, cut), x
+    return jax.jit(step, donate_argnums=(0, 1)), given
 
 
-def programs_of(params: Any, mesh: Mesh) -> dict[str, tuple[str, Program]]:
+def programs_of(model: Model, mesh: Mesh) -> dict[str, tuple[str, Program]]:
     """Returns by name what a program is compared with, and the program."""
-    found = {n: (STEP, step_of(tx, params, mesh)) for n, tx in steps(mesh).items()}
+    found = {n: (STEP, step_of(tx, model, mesh)) for n, tx in steps(mesh).items()}
+    found["reduce_in_backward"] = STEP, hooked(model, mesh)
+    if model.loss is not loss_of:
+        return found
     return found | {
-        "Adaptive()": (STEP, adaptive(params, mesh)),
-        "reduce_in_backward": (STEP, hooked(params, mesh)),
-        SHARDED: (SHARDED, sharded(params, mesh, exact=True)),
-        "scatter_gradients": (SHARDED, sharded(params, mesh, exact=False)),
-        PLAIN: (PLAIN, plain_jit(params, mesh, exact=True)),
-        "value_and_grad": (PLAIN, plain_jit(params, mesh, exact=False)),
-        FSDP: (FSDP, plain_jit(params, mesh, exact=True, cut=P("ranks"))),
-        "value_and_grad of shards": (FSDP, plain_jit(params, mesh, exact=False, cut=P("ranks"))),
-        **{n: (REDUCTION, reduction_of(r, params, mesh)) for n, r in reductions().items()},
+        "Adaptive()": (STEP, adaptive(model, mesh)),
+        SHARDED: (SHARDED, sharded(model, mesh, exact=True)),
+        "scatter_gradients": (SHARDED, sharded(model, mesh, exact=False)),
+        PLAIN: (PLAIN, plain_jit(model, mesh, exact=True)),
+        "value_and_grad": (PLAIN, plain_jit(model, mesh, exact=False)),
+        FSDP: (FSDP, plain_jit(model, mesh, exact=True, cut=P("ranks"))),
+        "value_and_grad of shards": (FSDP, plain_jit(model, mesh, exact=False, cut=P("ranks"))),
+        **{n: (REDUCTION, reduction_of(r, model.params, mesh)) for n, r in reductions().items()},
     }
 
 
@@ -248,19 +275,15 @@ def seconds(program: Program) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = measure.parser(__doc__, leaves="10,100,300", reps=3)
+    parser = measure.parser(__doc__, models="10,100,300,resnet50,gpt2", reps=3)
     parser.add_argument("--ways", default="", help="only those that match, as a regular expression")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
     mesh = Mesh(np.array(jax.devices()), ("ranks",))
     rng, rows = np.random.default_rng(0), []
-    for leaves in map(int, arguments.leaves.split(",")):
-        params = {
-            f"leaf{i}": jax.ShapeDtypeStruct(SHAPES[i % len(SHAPES)], np.float32)
-            for i in range(leaves)
-        }
-        programs = programs_of(params, mesh)
+    for model in map(model_of, arguments.models.split(",")):
+        programs = programs_of(model, mesh)
         chosen = {n for n in programs if re.search(arguments.ways, n)}
         names = [*dict.fromkeys([*(programs[n][0] for n in chosen), *sorted(chosen)])]
         taken = {name: np.empty((arguments.reps, 2)) for name in names}
@@ -268,7 +291,7 @@ def main() -> int:
         for rep in range(arguments.reps):
             for i in rng.permutation(len(names)):
                 taken[names[i]][rep] = seconds(programs[names[i]][1])
-        print(f"{leaves} leaves{'':22} {'trace s':>8} {'compile s':>9} {'total s':>8}  ratio")
+        print(f"{model.name:>32} {'trace s':>8} {'compile s':>9} {'total s':>8}  ratio")
         for name in sorted(names, key=list(programs).index):
             base, total = programs[name][0], taken[name].sum(axis=1)
             low, ratio, high = measure.quartiles(total / taken[base].sum(axis=1))
@@ -282,7 +305,7 @@ def main() -> int:
                 {
                     "way": name,
                     "base": base,
-                    "leaves": leaves,
+                    "model": model.name,
                     "reps": arguments.reps,
                     "trace_seconds": float(trace),
                     "compile_seconds": float(compiled),

@@ -28,6 +28,7 @@ OPTIONS = {
     "sizes": "fp32 bytes per rank, with k, M, G, list",
     "bits": "per value",
     "leaves": "of the tree",
+    "models": "numbers of leaves, or names, list",
     "segments": "bytes of a segment, list",
     "windows": "segments in flight, list",
     "tune": "seconds of tune",

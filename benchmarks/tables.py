@@ -692,20 +692,18 @@ def training_step() -> str:
 
 
 def compile_time() -> str:
-    """The seconds to trace and compile a step by its leaves, and over those of an exact step."""
+    """The seconds to trace and compile a step by its model, and over those of an exact step."""
     made = {
-        (row["way"], row["leaves"]): row
-        for row in rows("compile_time")
-        if row["base"] != "lax.psum"
+        (row["way"], row["model"]): row for row in rows("compile_time") if row["base"] != "lax.psum"
     }
-    counts = list(dict.fromkeys(leaves for _, leaves in made))
-    body = []
+    models, body = list(dict.fromkeys(model for _, model in made)), []
     for way in dict.fromkeys(way for way, _ in made):
-        of_way = [made[way, leaves] for leaves in counts]
-        body.append(
-            [way, *(f"{row['total_seconds']:.1f} ({row['ratio'][1]:.1f} x)" for row in of_way)]
-        )
-    return table(["way", *(f"{n} leaves" for n in counts)], body)
+        of_way = [made.get((way, model)) for model in models]
+        shown = [
+            f"{row['total_seconds']:.1f} ({row['ratio'][1]:.1f} x)" if row else "" for row in of_way
+        ]
+        body.append([way, *shown])
+    return table(["way", *models], body)
 
 
 def compile_time_codes() -> str:
@@ -713,7 +711,7 @@ def compile_time_codes() -> str:
     body = [
         [f"`{row['way']}`", f"{row['total_seconds']:.1f}"]
         for row in rows("compile_time")
-        if row["base"] == "lax.psum" and row["leaves"] == 100
+        if row["base"] == "lax.psum" and row["model"] == "100 leaves"
     ]
     return table(["reduction", "seconds"], body)
 

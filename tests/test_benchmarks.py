@@ -17,7 +17,7 @@ COMMANDS = {
     "all_reduce.py": "--rate 1gbit --world 2 --methods psum,xla,mpi --sizes 4k --reps 2",
     "auto.py": "--rates 1gbit --worlds 2 --sizes 4k --seconds 0.1",
     "auto_choice.py": "--rates 1gbit --worlds 2 --sizes 4k --tune 1 --seconds 0.1",
-    "compile_time.py": "--leaves 5 --reps 1",
+    "compile_time.py": "--models 5 --reps 1",
     "critical_phases.py": "--steps 8 --seeds 1",
     "delayed.py": "--rate 1gbit --every 2 --reps 1 --ways nothing",
     "fsdp.py": "--seeds 2 --steps 1",
