@@ -323,8 +323,9 @@ def test_shards_are_encoded_where_they_lie():
     assert sent[1] <= 0.6 * sent[0]
 
 
-def test_a_state_is_made_under_jit_too():
-    over = mesh_of_pairs(AUTO, AUTO)
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=str)
+def test_a_state_is_made_under_jit_too(types):
+    over = mesh_of_pairs(types, types)
     params = placed(over, START)
     for specs in (None, SHARDED):
         inner = optax.chain(optax.adam(0.1), optax.contrib.schedule_free_sgd(0.1))
@@ -662,6 +663,7 @@ CASTS = {  # a part of the state, and what is said
 }
 
 
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("part", CASTS)
 def test_a_state_that_was_cast_is_refused(part):
     tx = wrapped(every=4, **LATE)
@@ -674,6 +676,15 @@ def test_a_state_that_was_cast_is_refused(part):
     if part == "moved":
         with pytest.raises(ValueError, match=f"^local_params: .*{says}"):
             local_params(START, own)
+
+
+def test_the_state_of_an_inner_optimizer_may_follow_the_dtype_of_the_gradients():
+    follows = optax.GradientTransformation(lambda params: params, lambda g, _, params: (g, g))
+    tx = wrapped(inner=follows, every=2)
+    state, narrow = tx.init(START), jax.tree.map(lambda x: x.astype(jnp.bfloat16), START)
+    for _ in range(2):
+        _, state = jax.eval_shape(update_of(tx, state), narrow, START, state)
+    assert {x.dtype for x in jax.tree.leaves(state.optimizer)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_a_worker_s_parameters_have_the_dtypes_of_parameters_that_were_cast():

@@ -249,6 +249,21 @@ def test_shardings_over_several_axes_count_all_their_ranks():
     assert jax.device_put(state, shardings).memory[0]["w"].shape == (4, 40, 50)
 
 
+@pytest.mark.parametrize("rest", [(), (None, "model")], ids=str)
+def test_rows_that_lie_on_every_rank_of_explicit_axes_are_split(rest):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+
+    def on_mesh(world):
+        state = with_memory(Quantize(2), world).init({"w": np.zeros((3, 4), np.float32)})
+        at = lambda x: NamedSharding(mesh, P(None, *rest) if x.ndim else P())  # noqa: E731
+        return jax.tree.map(lambda x: jax.device_put(x, at(x)), state)
+
+    memory = cgx_jax.state_shardings(on_mesh(2), "data", mesh).memory[0]["w"]
+    assert memory == NamedSharding(mesh, P("data", *rest))
+    with pytest.raises(ValueError, match="is the memory of 4 ranks"):
+        cgx_jax.state_shardings(on_mesh(4), "data", mesh)
+
+
 def test_shardings_for_other_ranks_or_axes_are_refused():
     state = optax.chain(with_memory(Quantize(2), 8)).init({"w": jnp.zeros((3, 4))})
     says = r"memory/0/w is the memory of 8 ranks, .* 'data' .* has 4;"

@@ -298,6 +298,7 @@ def named_array():
 
 Pair = collections.namedtuple("Pair", ["x", "value"])
 
+SEED = jax.random.key(0)
 REFUSED = {
     "no mesh": (lambda p, x, y: vag(mesh=None)(p, x, y), r"no mesh .*'data'.*jax.set_mesh"),
     "wrong axis": (
@@ -443,12 +444,28 @@ REFUSED = {
         ),
         r"example in_specs=\{'b': \{'k': None, 't': P\(\), 'x': P\('data'\)\}\}",
     ),
+    "an array of keys, as many as ranks": (
+        lambda p, x, y: vag(lambda p, x, k: loss_fn(p, x, y))(p, x, jax.random.split(SEED, 8)),
+        r"example in_specs=\{'x': P\('data'\), 'k': None\}",
+    ),
     "integers": (lambda p, x, y: vag()(jax.tree.map(lambda a: a.astype(int), p), x, y),
                  r"p\['a'\]\['b'\] holds no floats, .*nothing to differentiate"),
     "complex parameters": (
         lambda p, x, y: vag()(jax.tree.map(lambda a: a.astype(complex), p), x, y), "is complex"
     ),
 }  # fmt: skip
+
+
+def test_each_rank_draws_its_own_numbers_from_an_array_of_keys(case):
+    params, x, y, _ = case
+
+    def loss(p, x, y, keys):
+        noise = lax.map(lambda k: jax.random.normal(k, x.shape), keys)
+        return loss_fn(p, x + noise.sum(0), y), noise.T
+
+    f = vag(loss, has_aux=True, aux_specs=P(None, "data"), in_specs={"keys": None})
+    (_, noise), _ = f(params, x, y, jax.random.split(SEED, 3))
+    assert len(np.unique(noise)) == noise.size
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)

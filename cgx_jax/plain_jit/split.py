@@ -122,11 +122,11 @@ def choose(
         named = given[i]
         if i in shards:
             found.append(Split(shard=shards[i]))
-        elif named is not None:
+        elif isinstance(named, Spec):
             found.append(Split(ranks.dimension(named)))
         elif dimension is not None:
             found.append(Split(dimension))
-        elif not place.trained and (is_key(x, stacked=whole) or is_raw_key(i)):
+        elif not place.trained and (is_key(x, stacked=whole or named is None) or is_raw_key(i)):
             found.append(Split(fold=True))
         elif whole or x.ndim == 0:
             found.append(Split())
@@ -149,9 +149,9 @@ def _given(
     arguments: Sequence[Argument],
     places: Sequence[Place],
     in_specs: Mapping[Any, Any],
-) -> list[Spec | None]:
-    """Returns the entry of in_specs for each array."""
-    specs: list[Spec | None] = []
+) -> list[Any]:
+    """Returns the entry of in_specs for each array: a spec, None, or () if there is none."""
+    specs: list[Any] = []
     rest = set(in_specs)
     for number, argument in enumerate(arguments):
         keys = [key for key in (argument.name, argument.position) if key in rest]
@@ -165,7 +165,7 @@ def _given(
             specs += argument.broadcast(
                 in_specs[keys[0]], f"in_specs[{argument.name!r}] is not a prefix of that argument"
             )
-        specs += [None] * (sum(p.argument <= number for p in places) - len(specs))
+        specs += [()] * (sum(p.argument <= number for p in places) - len(specs))
     if rest:
         names = [a.name for a in arguments if not a.wanted]
         raise ValueError(
@@ -173,7 +173,7 @@ def _given(
             f"loss to split; use the name or position of one of {names}. Pass shardings of "
             "parameters over other axes as specs=."
         )
-    wrong = next((s for s in specs if not isinstance(s, Spec | None)), None)
+    wrong = next((s for s in specs if not (isinstance(s, Spec | None) or s == ())), None)
     if wrong is not None:
         raise ValueError(
             f"{CALLER}: in_specs has {wrong!r}; use P({ranks.axis!r}) for an array with one row "
@@ -204,6 +204,7 @@ def _refuse(
         return None if split is None else split.dimension
 
     unknown = [i for i in open_ if found[i] is None]
+    unknown = [i for i in unknown if not is_key(arrays[i], stacked=True)] or unknown
     lengths = dict.fromkeys((places[i].argument, arrays[i].shape[0]) for i in unknown)
     arguments_of = Counter(n for _, n in lengths)
     last = {n: number for number, n in lengths}
@@ -232,7 +233,8 @@ def _refuse(
     written = {}
     for number, own in owned.items():
         each = [line(specs[i]) for i in own]
-        keys = [i for i in own if (split := found[i]) is not None and split.fold]
+        keys = [i for i in own if found[i] == Split(fold=True)]
+        keys += [i for i in own if specs[i] == Spec() and is_key(arrays[i], stacked=True)]
         one = each[0] if len({specs[i] for i in own}) == 1 and not keys else None
         tree = [None if i in keys else text for i, text in zip(own, each, strict=True)]
         written[arguments[number].name] = one or arguments[number].parameters(tree)

@@ -89,8 +89,9 @@ def value_and_grad(
     The other arrays hold the batch if all of them have the same first dimension, and are refused
     otherwise. Differentiated arguments, scalars, Python values and NNX objects are whole on every
     rank. So are PRNG keys, into which each rank folds its index, so that ranks draw different
-    dropout masks; with `in_specs={"key": P()}` they draw the same. Arrays that the loss closes over
-    are whole on every rank too, and refused if they are as long as the batch.
+    dropout masks; with `in_specs={"key": P()}` they draw the same. An array of keys needs an
+    entry; None does what it does for one key. Arrays that the loss closes over are whole on every
+    rank too, and refused if they are as long as the batch.
 
     *Auxiliary outputs* need `aux_specs`: a tree like them, a prefix of one, or a function of a
     leaf's path, with "mean", "sum", `P(axis)` for one row per example, or `P()` for what is the

@@ -168,8 +168,12 @@ def check_state(
                 raise _cast(caller, f"memory of leaf {leaf.path!r}", x, "fp32 or wider")
     if state.overflow != ():
         require_paths(expected, "overflow", (state.overflow,))
-    elif memory is not None and (rooms := [c for some in choices for c in some if c.has_rooms]):
-        raise _of_other_options(caller, "no counts of overflow", f"{rooms[0]} needs them")
+    elif memory is not None:
+        # Init counts for compressors that take the parameters' dtypes, which are the memory's.
+        kinds = zip(choices, jax.tree.leaves(trees[0]), strict=True)
+        rooms = [c for some, x in kinds for c in some if c.has_rooms and c.supports(x.dtype)]
+        if rooms:
+            raise _of_other_options(caller, "no counts of overflow", f"{rooms[0]} needs them")
     _check_codes(expected, state.codes, choices)
     if (precondition is None) != (state.moments == ()):
         held = "no moments" if state.moments == () else "moments"

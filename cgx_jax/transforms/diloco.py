@@ -238,10 +238,15 @@ class _Workers:
         if params is not None:
             _require_as_wide(self.name, "moved", before, params)
         parts = self._parts(before)  # what is sent has the parameters' dtypes
-        self._check(axes, state, parts, before)
+        made = self._check(axes, state, parts, before)
         here = None if params is None else _moved_from(params, before)
         step = optax.with_extra_args_support(self.inner).update
-        updates, own = step(updates, own_row(state.optimizer), here, **extra_args)
+        held = own_row(state.optimizer)
+        updates, own = step(updates, held, here, **extra_args)
+        # The update widens a state that was cast, and keeps one that follows the gradients' dtype.
+        each = zip(*map(jax.tree.leaves, (held, own, made)), strict=False)
+        likes = [x if x.dtype == jnp.result_type(new) else like for x, new, like in each]
+        _require_as_wide(self.name, "inner optimizer's state", jax.tree.leaves(held), likes)
         moved, treedef = jax.tree.flatten(
             jax.tree.map(lambda a, b: a + b.astype(a.dtype), before, updates)
         )
@@ -380,8 +385,11 @@ class _Workers:
                     "cgx_jax.transforms.local_params(params, state), and leave out lax.pmean."
                 )
 
-    def _check(self, axes: Axes, state: LocalState, parts: list[_Part], like: Pytree) -> None:
-        """Raises ValueError for a state that was made with other options."""
+    def _check(self, axes: Axes, state: LocalState, parts: list[_Part], like: Pytree) -> Pytree:
+        """Raises ValueError for a state that was made with other options.
+
+        Returns the shapes of the inner optimizer's state as init makes it.
+        """
         remedy = "Use the state that init returned with these options."
         require_count(self.name, "step", state.step)
         if len(parts) != len(state.fragments):
@@ -398,7 +406,6 @@ class _Workers:
         shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in both]
         if not same_structure(inner, state.optimizer) or shapes[0] != shapes[1]:
             raise ValueError(f"{self.name}: the state is of another inner optimizer. {remedy}")
-        _require_as_wide(self.name, "inner optimizer's state", state.optimizer, inner)
         for part, fragment in zip(parts, state.fragments, strict=True):
             require_type(self.name, fragment, Fragment)
             require_own_row(self.name, (fragment.waiting, fragment.ticket))
@@ -420,6 +427,7 @@ class _Workers:
                 expected = Expected(self.name, leaves_of(own), jax.tree.structure(own), remedy)
                 require_paths(expected, "reduction that waits", (fragment.waiting,))
                 require_dtypes(self.name, "reduction that waits", fragment.waiting, own)
+        return inner
 
     def _weighted(self, axes: Axes, moved: list[jax.Array], weight: Any) -> list[jax.Array]:
         """Returns what each worker sends, so that the mean counts a worker by its weight."""

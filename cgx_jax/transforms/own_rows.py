@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
@@ -71,7 +71,10 @@ def rows_of(
         row, operands = functools.partial(row, *operands), ()
     whole: Any = PartitionSpec()
     operands = jax.tree.map(
-        lambda x: jax.reshard(x, whole) if any(jax.typeof(x).sharding.spec) else x, operands
+        lambda x: (
+            jax.reshard(x, NamedSharding(mesh, whole)) if any(jax.typeof(x).sharding.spec) else x
+        ),
+        operands,
     )
     f = jax.shard_map(row, mesh=mesh, in_specs=whole, out_specs=out, check_vma=False)
     return jax.jit(f)(*operands)

@@ -36,7 +36,8 @@ def resize_state(state: Pytree, world: int) -> Pytree:
     In a state of `pmap` everything has a row for each rank, and so it has in the result.
     It may be an `nnx.Optimizer`, or `nnx.state` of one. If a chain reduces over several axes,
     resize each `SyncState` by itself. Call the function outside of jit. Place the result on the new
-    mesh with `state_shardings`.
+    mesh with `state_shardings`: of the result, or of `jax.eval_shape(tx.init, params)` for
+    parameters that are sharded on explicit axes.
     Arrays may be `jax.ShapeDtypeStruct`, for restoring what another number of ranks has saved.
 
     Raises TypeError or ValueError for a world that is not an integer of 1 or more. Raises

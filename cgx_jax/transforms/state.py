@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.axes import Axes, names_of, require_axes
+from cgx_jax.axes import Axes, axes_by_dimension, names_of, require_axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf, leaves_of, map_with_paths, path_of
 from cgx_jax.plan import Plan
@@ -173,8 +173,6 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
     rows = ranks_in(caller, state)
 
     def check(path: Any, spec: PartitionSpec, x: Any) -> NamedSharding:
-        if (typed := _compat.sharding_in_type(x, mesh)) is not None:
-            return NamedSharding(mesh, typed.spec)
         if len(spec) and x.shape[0] != world:
             where, found = path_of(path), x.shape[0]
             remedy = f"Pass a mesh of {found} ranks, or cgx_jax.resize_state(state, {world})."
@@ -189,6 +187,12 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
                 f"{caller}: {where} is the memory of {found} ranks, but axis {axis_name!r} of "
                 f"this mesh has {world}; each rank has its own. {remedy}"
             )
+        typed = _compat.sharding_in_type(x, mesh)
+        if typed is not None:
+            # Rows that lie on every rank, as in a state that was restored so, are split.
+            rest = PartitionSpec(*typed.spec[1:])
+            mine = any({*names} & {*entry} for entry in axes_by_dimension(rest))
+            spec = PartitionSpec(axis_name, *(() if mine else rest)) if len(spec) else typed.spec
         return NamedSharding(mesh, spec)
 
     specs = state_specs(state, axis_name)
