@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Xla
 from cgx_jax.testing import SHAPES, check_compressor, check_exchange, check_loss, check_reduction
 from toys import Steps
-from worlds import sharded
+from worlds import on_ranks, placed, stepper
 
 KINDS = {"quantize 3", "sign of momentum", "ternary, shared scale", "toy with state"}
 
@@ -77,27 +78,18 @@ def stepped(case, memory=None, precondition=None):
     policy, key = Rules((), case.compressor, exact=()), jax.random.key(3)
     found = []
 
-    def run(f, x, state=(), specs=()):
-        each = lambda x, s: f(x[0], s)  # noqa: E731
-        return sharded(each, mesh, (P("x"), specs), (P("x"), specs))(x, state)
-
     for how in case.reductions:
         kept = {"memory": memory, "precondition": precondition, "mesh": mesh}
         tx = cgx_jax.sync_gradients("x", policy, exchange="xla", reduction=how, **kept)
-        state = tx.init({"w": x[0]})
-        specs = cgx_jax.state_specs(state, "x")
-
-        def step(x, s, tx=tx):
-            updates, s = tx.update({"w": x}, s)
-            return updates["w"][None], s
-
+        state = placed(tx.init({"w": x[0]}), mesh, "x")
+        step = stepper(tx, mesh, state, "x")
         for _ in range(2):
-            y, state = run(step, x, state, specs)
-            found += [y, *jax.tree.leaves(state)]
+            y, state = step({"w": x}, state)
+            found += [y["w"], *jax.tree.leaves(state)]
     if isinstance(case.compressor, PayloadCompressor) and not case.stateful and memory is None:
         for call in (cgx_jax.psum_scatter_compressed, cgx_jax.all_gather_compressed):
-            options = {"tiled": True, "exchange": "xla", "key": key}
-            found.append(run(lambda x, s: (call(x, "x", policy, **options)[None], s), x)[0])  # noqa: B023
+            f = functools.partial(call, axis_name="x", compressor=policy, key=key, exchange="xla")
+            found.append(on_ranks(functools.partial(f, tiled=True), mesh)(x))
     return found
 
 
