@@ -144,14 +144,14 @@ def tokens(seed, *shape):
 
 def train(program, policy, params):
     tx, step = program(policy)
+    at = NamedSharding(jax.sharding.get_mesh(), P(None, "data"))
+    batches = [jax.device_put(tokens(t, 2, 16), at) for t in range(STEPS)]
     state, losses = tx.init(params), []
-    for t in range(STEPS):
-        batches = jax.device_put(
-            tokens(t, 2, 16), NamedSharding(jax.sharding.get_mesh(), P(None, "data"))
-        )
-        params, state, loss = step(params, state, batches)
+    step = step.lower(params, state, batches[0]).compile()
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
         losses.append(float(loss))
-    return losses, params, step.lower(params, state, batches).compile()
+    return losses, params, step
 
 
 def test_explicit_axes_with_tensor_parallelism_and_accumulation():
