@@ -92,7 +92,7 @@ def test_bytes_of_many_buckets_of_every_width_are_the_oracles(rounding):
 @pytest.mark.parametrize(
     ("rounding", "widths"),
     [
-        ("nearest", (1, 5, 2, 8)),
+        ("nearest", (1, 5, 8)),
         pytest.param("nearest", range(1, 9), marks=pytest.mark.slow),
         pytest.param("stochastic", range(1, 9), marks=pytest.mark.slow),
     ],
@@ -125,6 +125,7 @@ def test_reduced_bytes_and_residuals_of_every_width_are_the_oracles(rounding, wi
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize(
     "rounding", ["nearest", *(pytest.param(r, marks=pytest.mark.slow) for r in ROUNDINGS[1:])]
 )
@@ -170,6 +171,7 @@ def test_masks_of_segments_that_do_not_divide_a_bucket_are_the_oracles(rank):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.quick("3")
 def test_a_batch_is_reduced_like_its_elements(batch, mesh):
@@ -225,8 +227,7 @@ def test_a_rank_works_on_its_own_chunk_alone():
         reduce = functools.partial(chunk.reduce, layout=layout, divisor=2.0)
         operands = (KEY, jnp.int32(0), np.zeros((world, layout.chunk_bytes), np.uint8))
         x = np.zeros(sizes[0], np.float32)
-        compiled = jax.jit(reduce).lower(*operands, x).compile()
-        costs.append(compiled.cost_analysis()["flops"])
+        costs.append(jax.jit(reduce).lower(*operands, x).cost_analysis()["flops"])
     # A loop's body counts once: a chunk has an eighth of the values, plus costs per record.
     assert costs[1] < costs[0] / 4, costs
 
@@ -245,7 +246,7 @@ def leaves_of(dtype, sizes=SIZES):
     x = [rng.normal(size=n) for n in sizes]
     for v in x:
         v[10:30] = v[300:500] = v[1100:1400] = v[::7] = 0
-    return [jnp.asarray(v, dtype) for v in x]
+    return [v.astype(jnp.dtype(dtype)) for v in x]
 
 
 def layout_of_sizes(bits, bucket_size, world, sizes=SIZES, rounding="nearest", rotation=False):
@@ -312,11 +313,12 @@ def test_fallback_equals_the_native_kernels_or_is_within_one_level_of_rotated_on
     ours = primitives.encode(Sent(KEY, leaves), layout)[0]
     decoded = primitives.decode(ours, layout, leaves)
     again = on_device(reference.decode, ours, layout=layout, dtypes=[x.dtype for x in leaves])
+    bound_of = jax.jit(Quantize(bits, 96, rounding, rotation).error_bound)
     for a, b, x in zip(decoded, again, leaves, strict=True):
         np.testing.assert_allclose(
             np.float32(a), np.float32(b), rtol=float(jnp.finfo(dtype).eps), atol=1e-6
         )
-        bound = np.asarray(Quantize(bits, 96, rounding, rotation).error_bound(x))
+        bound = np.asarray(bound_of(x))
         assert (np.abs(np.float32(a) - np.float32(x)) <= bound).all()
 
 
