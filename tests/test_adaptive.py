@@ -18,7 +18,7 @@ from cgx_jax.leaves import Leaf, leaves_of
 from cgx_jax.policies import LeastBytes, LeastError
 from cgx_jax.policies.decide import Decision, Subject, decide
 from hlo import before, computations, entry_of, named
-from worlds import RANKS, on_ranks, with_state
+from worlds import RANKS, on_ranks, placed, with_state
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
@@ -193,20 +193,16 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(steps):
     state = jax.tree.map(np.asarray, first.state)
     chosen, history = bits(first.policy), list(first.policy.history)
     expected = first.run(6)
-    for early in (True, False):  # before the tree is known, in a trace, and after
-        policy = few()
-        if early:
-            policy.load_state_dict(saved)
-            tx = cgx_jax.sync_gradients("data", policy, mesh=MESH, memory=ErrorFeedback())
-            jax.eval_shape(tx.init, LIKE)
-        second = Training(policy, memory=ErrorFeedback())
-        if not early:
-            policy.load_state_dict(saved)
-        second.state = second.placed(state)
-        assert bits(policy) == chosen
-        assert policy.history == history
-        jax.tree.map(np.testing.assert_array_equal, expected, second.run(6))
-        assert policy.history == first.policy.history
+    policy = few()
+    policy.load_state_dict(saved)  # before the tree is known, in a trace
+    tx = cgx_jax.sync_gradients("data", policy, mesh=MESH, memory=ErrorFeedback())
+    jax.eval_shape(tx.init, LIKE)
+    second = Training(policy, memory=ErrorFeedback())
+    second.state = second.placed(state)
+    assert bits(policy) == chosen
+    assert policy.history == history
+    jax.tree.map(np.testing.assert_array_equal, expected, second.run(6))
+    assert policy.history == first.policy.history
 
 
 def gathered():
@@ -220,31 +216,36 @@ def gathered():
     return policy, cgx_jax.sync_gradients("data", policy, **options)
 
 
-@pytest.mark.parametrize("init", [True, False])
-def test_a_run_resumed_when_a_look_is_due_decides_as_if_it_had_not_stopped(init):
+def test_a_run_resumed_when_a_look_is_due_decides_as_if_it_had_not_stopped():
+    """Whether its state is loaded before `init` or after."""
     like = {"w": jnp.zeros((64, 64))}
 
-    def run(policy, tx, state, steps):
+    def step_of(policy, tx, state):
         update = lambda g, s: tx.update({"w": g[0]}, s)  # noqa: E731
-        step = policy.jit(with_state(update, MESH, state, RANKS))
+        return policy.jit(with_state(update, MESH, state, RANKS))
+
+    def run(step, state, steps):
         for t in steps:
             rng = np.random.default_rng(t)
             heavy = rng.normal(size=(8, 64, 64)) * np.exp(4 * rng.normal(size=(8, 64, 64)))
             updates, state = step(heavy.astype(np.float32), state)
-        return updates, state, policy.history
+        return updates, state
 
     first, tx = gathered()
-    _, state, _ = run(first, tx, tx.init(like), range(5))
+    state = placed(tx.init(like), MESH)
+    step = step_of(first, tx, state)
+    _, state = run(step, state, range(5))
     saved, kept = jax.device_get(state), json.loads(json.dumps(first.state_dict()))
-    updates, _, expected = run(first, tx, state, range(5, 9))
-    second, tx = gathered()
-    if init:
-        tx.init(like)
-    second.load_state_dict(kept)
-    got, _, history = run(second, tx, saved, range(5, 9))
-    assert [r.outcome for r in expected] == ["changed"]
-    assert history == expected
-    jax.tree.map(np.testing.assert_array_equal, got, updates)
+    updates, _ = run(step, state, range(5, 9))
+    assert [r.outcome for r in first.history] == ["changed"]
+    for init in (True, False):
+        second, tx = gathered()
+        if init:
+            tx.init(like)
+        second.load_state_dict(kept)
+        got, _ = run(step_of(second, tx, saved), placed(saved, MESH), range(5, 9))
+        assert second.history == first.history
+        jax.tree.map(np.testing.assert_array_equal, got, updates)
 
 
 def test_a_policy_begins_anew_from_the_state_of_one_that_has_not_begun():
@@ -283,11 +284,12 @@ def test_a_step_compiled_by_something_else_is_refused():
         jax.jit(training.sharded())(gradients(0), training.state)
     plain, inner = Training(few()), Training(few())
     inner.step = inner.policy.jit(jax.jit(inner.sharded()))  # which follows the plan as well
-    jax.tree.map(np.testing.assert_array_equal, plain.run(10), inner.run(10))
+    expected = plain.run(10)
+    jax.tree.map(np.testing.assert_array_equal, expected, inner.run(10))
     assert inner.policy.history[0].outcome == "changed"
     called = Training(few())
     called.step = called.policy.jit(Unhashable(called.sharded()))
-    jax.tree.map(np.testing.assert_array_equal, Training(few()).run(2), called.run(2))
+    jax.tree.map(np.testing.assert_array_equal, expected[:2], called.run(2))
     lost = Training(few(warmup=1))
     step = lost.policy.jit(lambda g, s: lost.sharded()(g, s)[0])
     with pytest.raises(ValueError, match="holds no statistics; return the optimizer state"):
