@@ -225,7 +225,8 @@ def with_zeros(x, rng):
 
 @every_coding
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.every_combination
+# Other tests mix widths with these codings.
+@pytest.mark.quick("*-nearest", "*-rotated correlated", "[148]-stochastic", "4-rotated")
 def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, coding):
     leaves, values = [], []
     few = (1, 31, 33, 511, 1000)
