@@ -22,7 +22,7 @@ from cgx_jax.kernels.primitives import Sent
 from hlo import collectives
 from worlds import RANKS, first, normal, on_ranks, ranks, sharded
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("unoptimized")]
 
 WORLD = 8
 Q8 = Quantize(8)

@@ -94,6 +94,7 @@ def stepped(case, memory=None, precondition=None):
 
 
 # Not only compressors: memories, units and every reduction make numbers of their own.
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("name", every(CASES, quick=FEW))
 @pytest.mark.quick("quantize 4")
 def test_64_bit_mode_changes_no_bit_and_no_dtype(name):
@@ -104,6 +105,7 @@ def test_64_bit_mode_changes_no_bit_and_no_dtype(name):
 MEMORIES = {"feedback": cgx_jax.ErrorFeedback(), "momentum": transforms.MomentumCorrection(0.9)}
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", ["quantize 4", "top k", "low rank", "sampled threshold"])
 @pytest.mark.quick("low rank-feedback")
@@ -128,6 +130,7 @@ def assert_same_in_64_bit_mode(make):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_exchange(world):
     check_exchange(Xla(), Mesh(np.array(jax.devices()[:world]), ("x",)), "x")
@@ -177,6 +180,7 @@ class Miscounted(Xla):
         return super().gather(name, row, axes) ^ jnp.uint8(1)
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("kind", [Misplaced, Miscounted])
 def test_a_wrong_exchange_does_not_pass(kind):
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
@@ -211,6 +215,7 @@ LOSS_CHECKS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize(("loss", "options", "wrong"), LOSS_CHECKS.values(), ids=LOSS_CHECKS)
 def test_check_loss_names_what_differs(loss, options, wrong):
     rng = np.random.default_rng(0)

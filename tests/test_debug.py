@@ -14,6 +14,8 @@ from cgx_jax.collective import Collective
 from cgx_jax.compressors.quantized import QuantizedChunks, QuantizedWhole
 from worlds import on_ranks
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 X = np.random.default_rng(0).normal(size=(8, 40, 64)).astype(np.float32)
 CALLS = {
     "psum_compressed": lambda x: cgx_jax.psum_compressed(x, "data", exchange="xla"),

@@ -16,6 +16,8 @@ from cgx_jax.reductions import Levels
 from processes import finish, start
 from worlds import first, on_ranks, placed, sharded, stepper
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 EXACT_BIAS = (Rule(Identity(), path="bias"),)
 RULES = Rules((), Quantize(4, 64), exact=EXACT_BIAS)
 

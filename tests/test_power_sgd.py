@@ -84,6 +84,7 @@ def oracle(total, right):
     return left @ (left.T @ total), left.T @ total
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("shape", [MATRIX, (3, 3, 8, 20), (90, 12)], ids=str)
 @pytest.mark.quick("(3, 3, 8, 20)-3")
@@ -102,6 +103,7 @@ def test_every_step_is_that_of_the_oracle(shape, world):
         right = np.asarray(state, np.float64)
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("world", [2, 8])
 @pytest.mark.quick("2")
 def test_no_rank_loses_more_than_it_has(world):
@@ -127,6 +129,7 @@ def test_small_singular_values_are_kept_beside_large_ones():
     np.testing.assert_allclose(end.total, x, atol=1e-6)
 
 
+@pytest.mark.usefixtures("unoptimized")
 def test_on_gradients_that_stay_it_finds_the_best_approximation():
     x = normal(*MATRIX)
     end = steps_alone(PowerSGD(4), [x] * 100)
@@ -243,6 +246,7 @@ def test_the_first_state_depends_on_the_shape_alone():
     assert np.abs(np.corrcoef(values) - np.eye(4)).max() < 0.2
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.quick("bfloat16")
 def test_leaves_of_16_bits_are_summed_in_fp32(dtype):
@@ -268,6 +272,7 @@ def test_what_would_leave_float16_has_no_bound():
     assert np.isfinite(PowerSGD(1).error_bound(x / 1000)).all()
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("how", ["vmap", "scan"])
 @pytest.mark.quick("vmap")
 def test_batches_and_loops_give_what_single_calls_do(how):
@@ -346,6 +351,7 @@ def test_feedback_closes_the_account(precondition, mesh):
     assert np.abs(received["dense"] - given["dense"]).max() > 0.01
 
 
+@pytest.mark.usefixtures("unoptimized")
 def test_each_leaf_has_the_rank_of_its_rule(mesh):
     policy = Rules([Rule(PowerSGD(1), path="conv")], PowerSGD(3))
     tx = cgx_jax.sync_gradients("data", policy, memory=ErrorFeedback(), mesh=mesh, exchange="xla")

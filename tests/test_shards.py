@@ -28,6 +28,8 @@ from cgx_jax.policies import Policy
 from profiles import profile
 from worlds import assert_same_bits, needs_streams, normal, on_ranks, ranks, sharded
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 WORLD = 8
 KEY = jax.random.key(3)
 Q4 = Quantize(4)

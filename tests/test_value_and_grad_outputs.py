@@ -582,7 +582,9 @@ SOLVED = {
 
 
 @pytest.mark.parametrize("solved", SOLVED.values(), ids=SOLVED)
-@pytest.mark.quick("one *", "columns *", "a system *", "a determinant", "an interpolation", "a root")
+@pytest.mark.quick(
+    "one *", "columns *", "a system *", "a determinant", "an interpolation", "a root"
+)
 def test_systems_and_tables_of_parameters_are_followed(case, solved):
     params, x, y, _ = case
     loss = lambda p, x, y: solved(9 * jnp.eye(32) + p["a"]["w"] @ p["c"]["w"], x)  # noqa: E731

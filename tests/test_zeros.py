@@ -93,6 +93,7 @@ WAYS = {
 SHAPES = {"rows divide": (64, 300), "rows are padded": (61, 48), "shares are flat": (5, 47)}
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "code", [Quantize(4), Quantize(3, 96, "stochastic", rotation=True)], ids=str
@@ -139,6 +140,7 @@ MEMORIES = {
 }
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("options", MEMORIES.values(), ids=MEMORIES)
 @pytest.mark.parametrize(
     ("code", "zeros"),
@@ -211,6 +213,7 @@ def test_one_rank_loses_nothing_of_its_zeros(code, dtype):
             np.testing.assert_array_equal(np.asarray(found, np.float32)[zero], 0)
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("code", [Quantize(4), Quantize(4, rotation=True)], ids=str)
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_a_scattered_sum_and_a_gathered_array(code, dimension):
@@ -234,6 +237,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("precondition", [None, SecondMoment()], ids=["plain", "recommended"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_embedding_rows_that_nobody_looks_up(bits, precondition):
