@@ -144,8 +144,8 @@ def exact(name, mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", LOSSES)
-# The loss "in bfloat16" has checkpoints, too.
-@pytest.mark.quick("[!jw]*-data", "with a policy-data", "jitted-data and model")
+# Losses that scan are "of pairs" without checkpoints, and "in bfloat16" with them.
+@pytest.mark.quick("[!jws]*-data", "with a policy-data", "jitted-data and model")
 def test_without_codes_it_is_plain_jit_and_gradients_are_shards(name, mesh, no_cache):
     same = "scanned" if name.startswith("with") else name  # what is computed twice has one value
     plain, mesh = exact(same, mesh), mesh_of(mesh)
