@@ -279,7 +279,7 @@ def test_means_of_integers_are_the_nearest_whatever_their_sum(dtype, world):
     x[1:, 2] = x[:1, 2] + (x[:1, 2] < most)  # halfway between two, for 2 ranks
     x[:, 3] = np.where(np.arange(50) % 2, least, most)
     want = np.array([round(Fraction(int(v), world)) for v in x.sum(0).ravel()]).reshape(-1, 50)
-    x = jnp.asarray(x.tolist(), dtype)
+    x = x.astype(jnp.dtype(dtype))
 
     def f(x):
         makers = cgx_jax.sync_gradients, cgx_jax.scatter_gradients

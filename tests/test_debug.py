@@ -61,7 +61,7 @@ def test_the_mode_works_under(f):
 
 @pytest.mark.parametrize("dtype", ["int4", "uint2", "float4_e2m1fn", "bool", "complex64"])
 def test_exact_leaves_of_any_dtype_are_compared(mesh, dtype):
-    x = jnp.asarray(np.arange(16).reshape(8, 2) % 2, dtype)
+    x = (np.arange(16).reshape(8, 2) % 2).astype(jnp.dtype(dtype))
     f = on_ranks(lambda x: cgx_jax.psum_compressed(x, "data", cgx_jax.Identity()), mesh)
     want = run(f, x)
     with cgx_jax.debug.debug_checksums():
