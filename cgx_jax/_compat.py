@@ -317,9 +317,16 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[A
 
 
 def written_out(eqn: Any) -> Any:
-    """Returns the program, closed, of an operation that JAX (0.12) writes in terms of others."""
+    """Returns the program, closed, of an operation that JAX (0.12) writes in terms of others.
+
+    None if it names axes, which are not bound here.
+    """
     avals = [x.aval for x in eqn.invars]
-    return jax.make_jaxpr(lambda *x: eqn.primitive.to_lojax(*x, **eqn.params))(*avals)
+    try:
+        with eqn.ctx.manager:
+            return jax.make_jaxpr(lambda *x: eqn.primitive.to_lojax(*x, **eqn.params))(*avals)
+    except NameError:
+        return None
 
 
 def evaluate_one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -405,7 +405,24 @@ RECIPES = {
     "norm": lambda p, x, y: jnp.square(x @ p["a"]["w"]).var(1).mean(),
     "sequence": lambda p, x, y: jax.nn.softmax(x.reshape(-1, 4, 8) @ p["c"]["w"][:8]).mean(),
 }
+
+
+def root_of(b, factor):
+    """The root of z - b, by a function whose derivative is said to be `factor`."""
+
+    @jax.custom_jvp
+    def same(z):
+        return z * 1.0
+
+    same.defjvp(lambda given, tangents: (same(given[0]), tangents[0] * factor))
+    solve = lambda g, y: y / g(jnp.ones_like(y))  # noqa: E731
+    return lax.custom_root(lambda z: same(z) - b, jnp.zeros_like(b), lambda f, x: b, solve)
+
+
 RUDE = {
+    "a derivative within a root": lambda p, x, y: jnp.square(
+        x * root_of(p["a"]["w"][0, :1], 2.0 if len(x) == 1 else 1.0)
+    ).mean(),
     "a factor": lambda p, x, y: loss_fn(p, x, y) * (3.0 if len(x) == 1 else 1.0),
     "a power of two": lambda p, x, y: loss_fn(p, x, y) * (2.0 if len(x) == 1 else 1.0),
     "of the world": lambda p, x, y: loss_fn(p, x, y) / (8.0 if len(x) == 1 else 1.0),
@@ -575,20 +592,43 @@ SOLVED = {
     "a determinant": lambda w, x: jnp.square(x).mean() - jnp.linalg.slogdet(w)[1],
     "an interpolation": lambda w, x: jnp.interp(x, GRID, w[0]).mean(),
     "places in a table": lambda w, x: (w[0][jnp.digitize(x, GRID[1:])] * x).mean(),
-    "a root": lambda w, x: (x * lax.custom_root(
-        lambda y: y**3 - w[0], w[0], lambda f, y: jnp.cbrt(w[0]), lambda g, y: y / g(jnp.ones(32))
-    )).mean(),
+    "a root": lambda w, x: (x * root_of(w[0], 1.0)).mean(),
+    "a solution beside which its solver returns more": lambda w, x: jnp.square(
+        x - lax.custom_linear_solve(
+            lambda v: w @ v, w[0], lambda _, b: (jnp.linalg.inv(w) @ b, b.sum()),
+            lambda _, b: (jnp.linalg.inv(w).T @ b, b.sum()), has_aux=True,
+        )[0]
+    ).mean(),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("solved", SOLVED.values(), ids=SOLVED)
 @pytest.mark.quick(
-    "one *", "columns *", "a system *", "a determinant", "an interpolation", "a root"
+    "one *",
+    "columns *",
+    "a system *",
+    "a determinant",
+    "an interpolation",
+    "a root",
+    "a solution *",
 )
 def test_systems_and_tables_of_parameters_are_followed(case, solved):
     params, x, y, _ = case
     loss = lambda p, x, y: solved(9 * jnp.eye(32) + p["a"]["w"] @ p["c"]["w"], x)  # noqa: E731
-    check_close(vag(loss)(params, x, y), of_jax(loss, params, x, y))
+    with jax.set_mesh(auto_mesh((8,))):
+        check_close(vag(loss)(params, x, y), of_jax(loss, params, x, y))
+
+
+def test_ranks_that_meet_in_a_root_are_refused(case):
+    params, x, y, _ = case
+
+    def loss(p, x, y):
+        f = lambda z: z - p["a"]["w"][0, 0] * lax.pmean(x.mean(), "data")  # noqa: E731
+        return (x * lax.custom_root(f, 0.0, lambda f, z: f(z), lambda g, y: y / g(1.0))).mean()
+
+    for rows in (8, 64):
+        with pytest.raises(ValueError, match=r"^value_and_grad: "):
+            vag(loss)(params, x[:rows], y[:rows])
 
 
 @pytest.mark.parametrize("scale", [1, 1 << 14])  # the second is beyond fp32's integers

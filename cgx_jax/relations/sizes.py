@@ -116,12 +116,16 @@ class _Sizes:
                 self.number(x.val, y.val, z.val, at)
         for key, y in two.params.items():
             x, z = one.params.get(key), three.params.get(key)
-            inner = [_compat.programs_in([v]) for v in (x, y, z)]
+            steps = (one, two, three)
+            values = map(_compat.written_out, steps) if key == "_prim" else (x, y, z)
+            inner = [_compat.programs_in([v]) for v in values]
             if inner[1]:
                 for programs in zip(*inner, strict=True):
                     self.follow(*programs)
+            elif key == "_prim":
+                raise _Differs(at)
             elif key not in ("sharding", "out_sharding", "weak_type", "context_mesh", "ctx_mesh"):
-                self.parameter(key, (one, two, three), (x, y, z), at)
+                self.parameter(key, steps, (x, y, z), at)
         self.pair(one.outvars, two.outvars, three.outvars, at)
 
     def parameter(self, key: str, steps: Any, values: Any, at: str) -> None:

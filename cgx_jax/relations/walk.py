@@ -167,7 +167,7 @@ class _Walk:
         lengths, programs = pair.param("const_lengths"), pair.both("jaxprs")
         start = lengths.matvec + lengths.vecmat
         constants = pair.given[start : start + lengths.solve]
-        sides = pair.given[len(pair.given) - pair.count :]
+        sides = pair.given[sum(lengths) :]
         small, large = (own.solve for own in programs)
         return self.inside(small, large, [*constants, *sides])
 

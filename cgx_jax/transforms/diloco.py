@@ -242,11 +242,12 @@ class _Workers:
         here = None if params is None else _moved_from(params, before)
         step = optax.with_extra_args_support(self.inner).update
         held = own_row(state.optimizer)
+        if any(jax.tree.leaves(jax.tree.map(_is_narrower, held, made))):
+            # What follows the gradients' dtype may be narrower than init makes it.
+            _, after_one = jax.eval_shape(step, updates, made, here, **extra_args)
+            least = jax.tree.map(lambda a, b: a if _is_narrower(a, b) else b, after_one, made)
+            _require_as_wide(self.name, "inner optimizer's state", held, least)
         updates, own = step(updates, held, here, **extra_args)
-        # The update widens a state that was cast, and keeps one that follows the gradients' dtype.
-        each = zip(*map(jax.tree.leaves, (held, own, made)), strict=False)
-        likes = [x if x.dtype == jnp.result_type(new) else like for x, new, like in each]
-        _require_as_wide(self.name, "inner optimizer's state", jax.tree.leaves(held), likes)
         moved, treedef = jax.tree.flatten(
             jax.tree.map(lambda a, b: a + b.astype(a.dtype), before, updates)
         )
@@ -591,6 +592,10 @@ def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
 def _require_as_wide(caller: str, what: str, state: Pytree, like: Pytree) -> None:
     """Raises ValueError for a part of the state that was cast to less than the dtypes of `like`."""
     for x, own in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
-        key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-        if not key and x.dtype.itemsize < jnp.result_type(own).itemsize:
+        if _is_narrower(x, own):
             require_dtypes(caller, what, x, own)
+
+
+def _is_narrower(x: Any, like: Any) -> bool:
+    key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return not key and x.dtype.itemsize < jnp.result_type(like).itemsize
