@@ -691,11 +691,9 @@ def training_step() -> str:
     return table(["way", *heads], body)
 
 
-def compile_time() -> str:
+def compile_time(name: str = "compile_time") -> str:
     """The seconds to trace and compile a step by its model, and over those of an exact step."""
-    made = {
-        (row["way"], row["model"]): row for row in rows("compile_time") if row["base"] != "lax.psum"
-    }
+    made = {(row["way"], row["model"]): row for row in rows(name) if row["base"] != "lax.psum"}
     models, body = list(dict.fromkeys(model for _, model in made)), []
     for way in dict.fromkeys(way for way, _ in made):
         of_way = [made.get((way, model)) for model in models]
@@ -704,6 +702,10 @@ def compile_time() -> str:
         ]
         body.append([way, *shown])
     return table(["way", *models], body)
+
+
+def compile_time_models() -> str:
+    return compile_time("compile_time_models")
 
 
 def compile_time_codes() -> str:
@@ -855,6 +857,7 @@ TABLES: dict[str, Callable[[], str]] = {
         codec,
         compile_time,
         compile_time_codes,
+        compile_time_models,
         delayed,
         fsdp_speed,
         gather_sum_mpi,
