@@ -160,10 +160,10 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
     """Returns NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings, restoring.
 
     `state` is as in `state_specs`. It may hold more than the optimizer's state, such as parameters,
-    which are replicated. What has a sharding on explicit axes in its type keeps that, such as
-    `jax.eval_shape(tx.init, params)` for parameters with one. Raises ValueError for an axis that is
-    not in the mesh, for memories of a different number of ranks than the axis has on the mesh, and
-    for a state that was restored without a target.
+    which are replicated. What has a sharding on explicit axes in its type keeps that, as
+    `jax.eval_shape(tx.init, params)` has for parameters with one; but rows are always split. Raises
+    ValueError for an axis that is not in the mesh, for memories of a different number of ranks than
+    the axis has on the mesh, and for a state that was restored without a target.
     """
     caller = "state_shardings"
     axis_name = axes_of(caller, axis_name)
