@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment
-from cgx_jax.transforms import MomentumCorrection
+from cgx_jax.compressors import DGC, Signum
+from cgx_jax.transforms import MomentumCorrection, diloco
 from worlds import ranks, sharded
 
 SHAPES = [(64, 64), (64,), (128, 64), (32, 128), (64, 192)]
@@ -97,6 +98,25 @@ def test_a_leaf_adds_little_to_a_sharded_call(name, mesh):
     ours = per_leaf(lambda tree: compressed(tree, "data", plan, tiled=True, exchange="xla"))
     theirs = per_leaf(lambda tree: jax.tree.map(lambda x: exact(x, "data", tiled=True), tree))
     assert 0 < ours <= most * theirs
+
+
+KEPT = {  # parts of a state that have a row for each rank
+    "codes and feedback": lambda mesh: cgx_jax.sync_gradients(
+        "data", Signum(), memory=ErrorFeedback(), mesh=mesh
+    ),
+    "feedback and overflow": lambda mesh: cgx_jax.sync_gradients(
+        "data", DGC(), memory=MomentumCorrection(), mesh=mesh
+    ),
+    "workers": lambda mesh: diloco(
+        optax.adam(1e-3), "data", Quantize(4), every=8, delay=2, fragments=2, mesh=mesh
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_one_program_makes_all_rows_of_a_state(name, mesh):
+    program = jax.make_jaxpr(KEPT[name](mesh).init)(leaves(4))
+    assert str(program).count("shard_map[") == 1
 
 
 def fusions(compiled):

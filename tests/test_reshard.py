@@ -391,7 +391,9 @@ def test_scatter_gradients_outside_of_shard_map(two, kind):
     params = jax.device_put(model(), NamedSharding(two, P()))
     x = jax.device_put(normal(0, 16, 64), NamedSharding(two, P("data")))
     tx = cgx_jax.scatter_gradients("data", code, dimensions=cut, **KINDS[kind], **HOW)
-    state = tx.init(params)
+    at = {k: P(*[None] * d, "data") for k, d in cut.items()}
+    state = tx.init({k: jax.device_put(w, at[k]) for k, w in params.items()})
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, tx.init(params))
 
     @jax.jit
     def f(params, state, x):
@@ -435,6 +437,14 @@ def test_a_memory_is_sharded_as_its_parameter(two, rows):
     assert jax.tree.map(jax.typeof, restored) == jax.tree.map(jax.typeof, f(params, state, x))
 
 
+@pytest.mark.parametrize("spec", [P("data"), P(None, ("model", "data"))])
+def test_shards_over_the_axis_of_the_reduction_have_no_memory(two, spec):
+    params = {"w": jax.device_put(normal(1, 64, 64), NamedSharding(two, spec))}
+    says = "^sync_gradients: parameter 'w' is .*, cut over 'data', which the gradients are reduced"
+    with pytest.raises(ValueError, match=says):
+        cgx_jax.sync_gradients("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW).init(params)
+
+
 def auto_mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -459,7 +469,7 @@ def sync_of(spec, state=lambda s: s, **options):
         x = unreduced(np.ones((4, 64, 64), np.float32), spec)
     else:
         x = jax.device_put(np.ones((64, 64)), NamedSharding(jax.sharding.get_mesh(), spec))
-    tx.update({"w": x}, state(tx.init({"w": x})))
+    tx.update({"w": x}, state(tx.init({"w": np.ones((64, 64), np.float32)})))
 
 
 def everywhere(state):

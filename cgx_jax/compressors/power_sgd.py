@@ -60,7 +60,7 @@ class PowerSGD(SummedCompressor):
 
     def init(self, shape: Sequence[int], dtype: DTypeLike) -> Pytree:
         sides = self._sides(shape)
-        return () if sides is None else self._first(sides[1])
+        return () if sides is None else _first(self.rank, sides[1])
 
     def rounds(self, x: jax.Array, state: Pytree, *, key: Key, world: int) -> Rounds:
         sides = self._sides(x.shape)
@@ -122,17 +122,19 @@ class PowerSGD(SummedCompressor):
         rows, columns = math.prod(shape[:-1]), shape[-1]
         return (rows, columns) if self.rank * (rows + columns) < rows * columns else None
 
-    def _first(self, columns: int) -> jax.Array:
-        """Returns the Qᵀ of the first step, f32[rank, columns]."""
-        bits = random_bits(_KEY, 0, 0, self.rank, columns)
-        uniform = (bits >> 8).astype(jnp.float32) * 2.0**-23 + (2.0**-24 - 1)
-        return math.sqrt(2) * lax.erf_inv(uniform)
-
     def _start(self, state: jax.Array) -> jax.Array:
         """Returns the Qᵀ to start from, with values around 1: rows of the state, or fresh ones."""
         peak = buckets.maximum(jnp.abs(state), axis=1, keepdims=True)
         alive = (peak >= _TINY) & jnp.isfinite(peak)
-        return jnp.where(alive, state / peak, self._first(state.shape[1]))
+        return jnp.where(alive, state / peak, _first(*state.shape))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all leaves of one width
+def _first(rank: int, columns: int) -> jax.Array:
+    """Returns the Qᵀ of the first step, f32[rank, columns]."""
+    bits = random_bits(_KEY, 0, 0, rank, columns)
+    uniform = (bits >> 8).astype(jnp.float32) * 2.0**-23 + (2.0**-24 - 1)
+    return math.sqrt(2) * lax.erf_inv(uniform)
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:

@@ -204,18 +204,21 @@ class _Workers:
         def none_sent(own: Pytree) -> tuple[Pytree, Pytree]:
             return (zeros(own), jnp.zeros(2, jnp.uint32)) if self.delay else ((), ())
 
+        parts = self._parts(params)
+
+        def own_of(params: Pytree) -> Pytree:
+            sent = [none_sent(part.of(like)) for part in parts]
+            return zeros(like), self.inner.init(params), sent
+
+        moved, optimizer, sent = rows(own_of, operands=(params,))
         made = []
-        for part in self._parts(params):
+        for part, (waiting, ticket) in zip(parts, sent, strict=True):
             own = part.of(params)
-            waiting, ticket = rows(functools.partial(none_sent, part.of(like)))
-            outer = self._outer_init(own)
             late = waiting, ticket, none() if self.delay else ()
-            made.append(Fragment(part.sync.init(own), outer, *late))
+            made.append(Fragment(part.sync.init(own), self._outer_init(own), *late))
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
-        moved = rows(functools.partial(zeros, like))
-        optimizer = rows(self.inner.init, operands=(params,))
         return LocalState(none(), moved, optimizer, fragments)
 
     def update(

@@ -49,9 +49,10 @@ def scatter_gradients(
     were; one more number per step tells all ranks.
 
     The state is a `SyncState`, which `state_specs`, `state_shardings` and `resize_state` take.
-    `init` takes whole parameters, with the `mesh` given, or shards inside shard_map or pmap. What
-    follows in the chain sees only a shard: `optax.clip_by_global_norm` would use the norm of that
-    shard, and `optax.apply_if_finite` would skip the step only on some ranks.
+    `init` takes whole parameters, with the `mesh` given, or shards, inside shard_map or pmap or
+    typed on explicit axes. What follows in the chain sees only a shard:
+    `optax.clip_by_global_norm` would use the norm of that shard, and `optax.apply_if_finite` would
+    skip the step only on some ranks.
 
     Raises ValueError while tracing for what `psum_scatter_compressed` refuses, for a memory around
     a compressor that would let it grow, for the state of an `init` that mistook shards for whole

@@ -390,41 +390,28 @@ def kept_by(memory: Memory | None) -> int:
     return len(jax.eval_shape(memory.init, jax.ShapeDtypeStruct((), jnp.float32)))
 
 
-def init_memory(memory: Memory | None, params: Pytree, rows: Rows) -> Pytree:
-    """Returns the memories before the first step: a row for each rank."""
-    if memory is None:
-        return ()
-    leaves, treedef = jax.tree.flatten(params)
-    shardings = [_compat.explicit_sharding(x) for x in leaves]
+def init_rows(
+    memory: Memory | None,
+    params: Pytree,
+    leaves: Sequence[Leaf],
+    choices: Choices,
+    names: tuple[str, ...],
+    rows: Rows,
+) -> tuple[Pytree, Pytree, Pytree]:
+    """Returns (codes, overflow, memory) before the first step, the parts with rows of ranks.
+
+    Each is () if there is nothing to keep. A memory is sharded like its parameter, but whole over
+    `names`, the axes of the reduction.
+    """
+    given, treedef = jax.tree.flatten(params)
+    coded = any(has_state(c, x) for x, some in zip(leaves, choices, strict=True) for c in some)
+    counts = memory is not None and any(c.has_rooms for some in choices for c in some)
+    at = [_explicit_beside(names, x) for x in given]
     like = [
         jax.ShapeDtypeStruct(x.shape if s is None else s.shard_shape(x.shape), x.dtype)
-        for x, s in zip(leaves_of(params), shardings, strict=True)
+        for x, s in zip(leaves_of(params), at, strict=True)
     ]
-    count = kept_by(memory)
-    make = lambda: by_tree([memory.init(x) for x in like], treedef, count)  # noqa: E731
-    specs = [(PartitionSpec() if s is None else s.spec,) * count for s in shardings]
-    return as_memory(rows(make, specs=by_tree(specs, treedef, count)), memory.in_rates)
-
-
-def init_overflow(
-    memory: Memory | None, choices: Choices, treedef: jax.tree_util.PyTreeDef, rows: Rows
-) -> Pytree:
-    """Returns the counts before the first step; () if codes always have room, or no memory."""
-    if memory is None or not any(c.has_rooms for some in choices for c in some):
-        return ()
-
-    def none() -> Pytree:
-        return jax.tree.unflatten(treedef, [jnp.zeros((), jnp.int32)] * treedef.num_leaves)
-
-    return rows(none)
-
-
-def init_codes(
-    leaves: Sequence[Leaf], choices: Choices, treedef: jax.tree_util.PyTreeDef, rows: Rows
-) -> Pytree:
-    """Returns the compressors' states before the first step; () if none has state."""
-    if not any(has_state(c, x) for x, some in zip(leaves, choices, strict=True) for c in some):
-        return ()
+    kept = kept_by(memory)
 
     def states(shared: bool) -> Pytree:
         made = [
@@ -438,7 +425,27 @@ def init_codes(
         ]
         return jax.tree.unflatten(treedef, made)
 
-    return CodeState(rows(lambda: states(False)), states(True))
+    def make() -> Pytree:
+        own = states(shared=False) if coded else ()
+        none = [jnp.zeros((), jnp.int32)] * len(given)
+        overflow = jax.tree.unflatten(treedef, none) if counts else ()
+        trees = () if memory is None else by_tree([memory.init(x) for x in like], treedef, kept)
+        return own, overflow, trees
+
+    everywhere = PartitionSpec()
+    specs = [(everywhere if s is None else s.spec,) * kept for s in at]
+    own, overflow, trees = rows(make, specs=(everywhere, everywhere, by_tree(specs, treedef, kept)))
+    codes = CodeState(own, states(shared=True)) if coded else ()
+    return codes, overflow, () if memory is None else as_memory(trees, memory.in_rates)
+
+
+def _explicit_beside(names: tuple[str, ...], x: Any) -> NamedSharding | None:
+    """Returns how `x` is sharded over explicit axes, without `names`; None without such axes."""
+    if (sharding := _compat.explicit_sharding(x)) is None:
+        return None
+    entries = axes_by_dimension(sharding.spec, x.ndim)
+    kept = [tuple(n for n in entry if n not in names) or None for entry in entries]
+    return NamedSharding(sharding.mesh, PartitionSpec(*kept))
 
 
 def _of_choices(states: Sequence[Pytree]) -> Pytree:
