@@ -504,6 +504,9 @@ def called(x):
 SLY = {
     "rows of a longer array": lambda x: jnp.tanh(x.reshape(-1)[jnp.arange(len(x))]).mean(),
     "repeated rows": lambda x: jnp.tanh(jnp.repeat(x, 2, 0)[jnp.arange(len(x))]).mean(),
+    "tiled rows": lambda x: (
+        x * lax.stop_gradient(jnp.tile(x, (2, 1)).reshape(len(x), 2, -1)[:, 1])
+    ).mean(),
     "indices beyond the end": lambda x: jnp.tanh(
         x[:, 0].at[jnp.arange(2 * len(x))].get(mode="clip")
     ).mean(),
@@ -555,6 +558,7 @@ def test_a_statistic_in_disguise_is_refused(case, sly):
 HONEST = {
     "hessians": lambda x: jax.vmap(jax.hessian(lambda r: jnp.sin(r[:3]).sum()))(x).mean(),
     "a sum from a number": lambda x: lax.scan(lambda c, r: (c + r.sum(), None), 0.0, x)[0] / len(x),
+    "tiles": lambda x: (jnp.tile(x, (1, 2)) * jnp.tile(x[:1].mean() * 0 + 2, (len(x), 1))).mean(),
     "a constant column": lambda x: x[jnp.arange(len(x)), 0].mean(),
     "solved": lambda x: jax.scipy.linalg.solve_triangular(
         jnp.eye(4) + jnp.tril(x[:, :16].reshape(-1, 4, 4), -1), x[:, :4, None], lower=True

@@ -193,12 +193,14 @@ def _passes(pair: Pair) -> list[Relation]:
 def _moves(pair: Pair) -> Relation | None:
     """Changes of shape. Examples stay together if as many values come before them as did before."""
     r, d, before = pair.given[0], pair.grown(), pair.grown(0)
-    if not pair.alike("new_sizes", "shape"):
+    if not pair.alike("new_sizes", "shape", "reps"):
         return None
+    if pair.name == "tile" and before != -1 and pair.param("reps")[before or 0] != 1:
+        return None  # the examples of one rank would no longer lie together
     if d is None or r.kind is Kind.SUM or r.kind is Kind.DRAWS:
         return r if d == -1 else None
     if r.kind is Kind.SAME and len(pair.given) == 1:
-        spreads = pair.name == "broadcast_in_dim"
+        spreads = pair.name in ("broadcast_in_dim", "tile")
         return r if d == -1 else r.of(Kind.ROWS) if spreads else None
     if r.kind not in (Kind.ROWS, Kind.POSITION) or d < 0 or before is None:
         return r if r.kind is Kind.ZERO else None
@@ -497,7 +499,7 @@ _NUMBERS = {
 _OTHERS: dict[Any, str] = {
     _passes: """copy copy_p device_put name optimization_barrier pvary reshard
         sharding_constraint stop_gradient""",
-    _moves: "broadcast_in_dim reshape squeeze transpose",
+    _moves: "broadcast_in_dim reshape squeeze tile transpose",
     _converts: "convert_element_type",
     _compares: "eq eq_to ge gt le le_to lt lt_to ne",
     _adds: "add add_any sub",
