@@ -130,7 +130,7 @@ class Refresh:
         """Returns the record of a decision; `struck` marks the leaves that were not finite."""
         errors = subject.errors(decision.compressors, averages)
         relative = [
-            math.sqrt(e / s) if s > 0 else math.nan
+            math.sqrt(e / s) if s else 0.0  # zeros lose nothing
             for e, s in zip(errors, averages["square"], strict=True)
         ]
         return cls(
