@@ -18,7 +18,7 @@ from cgx_jax.plan import Plan, require_policy, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.route.route import Options, route
 from cgx_jax.route.run import values_of
-from cgx_jax.transforms.cuts import Cut
+from cgx_jax.transforms.shares import Cut
 from cgx_jax.transforms.state import has_state
 from cgx_jax.transforms.sync_gradients import Sync
 

@@ -15,8 +15,8 @@ from cgx_jax._types import Pytree
 from cgx_jax.axes import axes_by_dimension
 from cgx_jax.leaves import leaves_of, operand_of
 from cgx_jax.plan import lossy_leaves
-from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.feedback import as_gradient
+from cgx_jax.transforms.shares import Cut
 from cgx_jax.transforms.state import SyncState, map_parts
 
 Step = Callable[[Pytree, SyncState, tuple[Cut, ...]], tuple[Pytree, SyncState]]

@@ -16,8 +16,8 @@ from cgx_jax._types import AxisName, Pytree
 from cgx_jax.axes import axes_by_dimension, names_of, require_axes
 from cgx_jax.leaves import leaves_of, map_with_paths, path_of
 from cgx_jax.transforms.checks import require_whole
-from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.own_rows import is_bound
+from cgx_jax.transforms.shares import Cut
 from cgx_jax.transforms.state import (
     InRates,
     SyncState,
