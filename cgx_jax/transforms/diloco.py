@@ -268,7 +268,7 @@ class _Workers:
                 out[i], moved[i] = u, x
         ahead, own = as_rows(axes, (jax.tree.unflatten(treedef, moved), own))
         new = LocalState(state.step + 1, ahead, own, tuple(kept))
-        return jax.tree.unflatten(treedef, [_shared(axes, x) for x in out]), new
+        return jax.tree.unflatten(treedef, [_compat.same_over(x, axes.names) for x in out]), new
 
     def _exchanged(
         self,
@@ -294,12 +294,15 @@ class _Workers:
         def apply(mean: Pytree, state: Any) -> Any:
             gradient = jax.tree.map(jnp.negative, mean)
             change, state = self.outer.update(gradient, state, params)
-            change = [
-                u.astype(x.dtype) for u, x in zip(jax.tree.leaves(change), moved, strict=True)
-            ]
-            return change, vary([self._ahead(*x) for x in zip(moved, change, strict=True)]), state
+            pairs = zip(moved, jax.tree.leaves(change), strict=True)
+            change = [u.astype(x.dtype) for x, u in pairs]
+            ahead = [jnp.zeros_like(x) for x in moved]  # of the parameters that all share now
+            if self.mix:
+                each = zip(moved, change, strict=True)
+                ahead = [jnp.asarray(self.mix, x.dtype) * (x - u) for x, u in each]
+            return change, vary(ahead), state
 
-        zeros = [_shared(axes, jnp.zeros_like(x)) for x in moved]
+        zeros = [_compat.same_over(jnp.zeros_like(x), axes.names) for x in moved]
         idle = zeros, vary(moved), fragment.outer
 
         def arrive() -> Any:
@@ -402,10 +405,8 @@ class _Workers:
                 f"have {len(parts)}. {remedy}"
             )
 
-        def init(like: Pytree) -> Pytree:
-            return self.inner.init(jax.tree.map(lambda x: _shared(axes, x), like))
-
-        inner: Any = jax.eval_shape(init, like)
+        same = functools.partial(_compat.same_over, axes=axes.names)
+        inner: Any = jax.eval_shape(lambda xs: self.inner.init(jax.tree.map(same, xs)), like)
         both = inner, own_row(state.optimizer)
         shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in both]
         if not same_structure(inner, state.optimizer) or shapes[0] != shapes[1]:
@@ -452,12 +453,6 @@ class _Workers:
 
         with jax.numpy_dtype_promotion("standard"):
             return [scaled(x) for x in moved]
-
-    def _ahead(self, moved: jax.Array, change: jax.Array) -> jax.Array:
-        """Returns how far this worker is from the shared parameters, which have just changed."""
-        if not self.mix:
-            return jnp.zeros_like(moved)
-        return jnp.asarray(self.mix, moved.dtype) * (moved - change)
 
     def _parts(self, tree: Pytree) -> list[_Part]:
         leaves = leaves_of(tree)
@@ -544,10 +539,6 @@ def _own(axes: Axes, x: Any) -> Any:
     """Types the zeros of a frozen parameter as a worker's own, as its other gradients are."""
     inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     return _compat.vary_over(jnp.asarray(x), axes.varying()) if inexact else x
-
-
-def _shared(axes: Axes, x: jax.Array) -> jax.Array:
-    return _compat.same_over(x, axes.names)
 
 
 def local_params(params: Pytree, state: Pytree) -> Pytree:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -65,19 +64,14 @@ def compensated(
         x = jnp.asarray(gradient)
         own = Kept(rows)
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            wide = widest(x.dtype, *(row.dtype for row in rows))
+            with jax.numpy_dtype_promotion("standard"):
+                wide = functools.reduce(jnp.promote_types, [row.dtype for row in rows], x.dtype)
             state = tuple(row.astype(wide) for row in rows)
             own = Kept(rows, *memory.compensate(x.astype(wide), state, step))
         kept.append(own)
         dtype = jnp.float32 if i in compressed else x.dtype
         sent.append(x if own.wide is None else own.wide.astype(dtype))
     return sent, kept
-
-
-def widest(*dtypes: np.dtype) -> np.dtype:
-    """Returns the dtype that holds values of all `dtypes`."""
-    with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, dtypes)
 
 
 def scaled(plan: Plan, sums: Sums) -> Sums:
@@ -132,28 +126,17 @@ def remembered(
         if lost is not None and out[i].dtype != sums.values[i].dtype:
             rounding = sums.values[i] - out[i].astype(sums.values[i].dtype)
             residual = residual + share.rounding(i, rounding)
-        states.append(_remembered(memory, x, residual, kept[i], arrived, finite))
+        before, wide, own = kept[i]
+        if wide is None:
+            states.append(before)
+            continue
+        if wide.dtype != x.dtype:
+            residual = residual.astype(wide.dtype) + (wide - x.astype(wide.dtype))
+        after = memory.remember(residual, own, arrived)
+        pairs = [(new.astype(was.dtype), was) for new, was in zip(after, before, strict=True)]
+        # A code that sends few values may leave a NaN or infinity behind, which would then stay.
+        states.append(tuple(jnp.where(jnp.isfinite(new) & finite, new, was) for new, was in pairs))
     return states, overflow
-
-
-def _remembered(
-    memory: Memory,
-    sent: jax.Array,
-    residual: jax.Array,
-    kept: Kept,
-    arrived: jax.Array | None,
-    finite: Any,
-) -> tuple[jax.Array, ...]:
-    """Returns a leaf's state, in the dtypes that it had before."""
-    before, wide, own = kept
-    if wide is None:
-        return before
-    if wide.dtype != sent.dtype:
-        residual = residual.astype(wide.dtype) + (wide - sent.astype(wide.dtype))
-    after = memory.remember(residual, own, arrived)
-    pairs = [(new.astype(was.dtype), was) for new, was in zip(after, before, strict=True)]
-    # A code that sends few values may leave a NaN or infinity behind, which would then stay.
-    return tuple(jnp.where(jnp.isfinite(new) & finite, new, was) for new, was in pairs)
 
 
 def finite_everywhere(share: Whole, means: Sequence[Any], skipped: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -455,8 +455,8 @@ class Sync:
         share = self._share(plan, choices, updates)
         if not share.taken.can_start:
             return no_ticket(share.axes)
-        ready = self._ready(share, choices, updates, state)
-        return start(share.taken, ready.inputs)
+        *_, inputs = self._ready(share, choices, updates, state)
+        return start(share.taken, inputs)
 
     def _share(self, plan: Plan, choices: Choices, updates: Pytree) -> Whole:
         """Decides how the leaves travel."""
@@ -472,10 +472,23 @@ class Sync:
         shapes = [cut.whole(leaf.shape) for cut, leaf in zip(cuts, plan.leaves, strict=True)]
         return Whole(plan, taken, shapes, cuts)
 
-    def _ready(self, share: Whole, choices: Choices, updates: Pytree, state: SyncState) -> _Ready:
-        """Returns what is sent in an update, and what remains to be known of it."""
+    def _ready(
+        self, share: Whole, choices: Choices, updates: Pytree, state: SyncState
+    ) -> tuple[Scales | None, list[Any], list[Kept], Inputs]:
+        """Checks the state, and returns what is sent in an update, and what remains to be known.
+
+        These are the scales, which follow from the moments; the gradients and what was late; what
+        the memories keep of each; and the reduction's inputs.
+        """
         plan, (leaves, treedef) = share.plan, jax.tree.flatten(updates)
-        self._check(state, share, choices, treedef)
+        remedy = OTHER_LEAVES if self.dimensions is None else _OF_SHARDS
+        expected = Expected(self.name, plan.leaves, treedef, remedy)
+        check_state(state, expected, self.memory, self.precondition, choices, share.shapes)
+        if isinstance(self.policy, Adaptive):
+            check_statistics(self.name, state.statistics, self.policy, plan.leaves)
+        if self.memory is not None:
+            pairs = zip(plan.leaves, choices, strict=True)
+            require_bounded(self.name, [(leaf.path, c) for leaf, some in pairs for c in some])
         scales = scales_of(self.precondition, state.moments, share)
         before = by_leaf(trees_of(state.memory), len(leaves))
         wanted, kept = compensated(self.memory, leaves, before, state.step, share.taken.compressed)
@@ -483,8 +496,7 @@ class Sync:
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
         sent = [share.sent(i, x) for i, x in enumerate(wanted)]
-        inputs = Inputs(sent, key, self.memory is not None, units, codes)
-        return _Ready(scales, wanted, kept, inputs)
+        return scales, wanted, kept, Inputs(sent, key, self.memory is not None, units, codes)
 
     def _step(
         self,
@@ -531,32 +543,6 @@ class Sync:
             state.skipped + (1 - jnp.asarray(finite, jnp.int32)),
         )
         return jax.tree.unflatten(treedef, out), new
-
-    def _check(
-        self, state: SyncState, share: Whole, choices: Choices, treedef: jax.tree_util.PyTreeDef
-    ) -> None:
-        plan, shards = share.plan, self.dimensions is not None
-        remedy = _OF_SHARDS if shards else OTHER_LEAVES
-        expected = Expected(self.name, plan.leaves, treedef, remedy)
-        check_state(state, expected, self.memory, self.precondition, choices, share.shapes)
-        if isinstance(self.policy, Adaptive):
-            check_statistics(self.name, state.statistics, self.policy, plan.leaves)
-        if self.memory is not None:
-            pairs = zip(plan.leaves, choices, strict=True)
-            require_bounded(self.name, [(leaf.path, c) for leaf, some in pairs for c in some])
-
-
-class _Ready(NamedTuple):
-    """What an update sends, with one entry per leaf but for `inputs`.
-
-    `scales` follow from the moments. `wanted` are the gradients and what was late, of which the
-    memories keep what `kept` says. `inputs` are those of the reduction.
-    """
-
-    scales: Scales | None
-    wanted: list[Any]
-    kept: list[Kept]
-    inputs: Inputs
 
 
 def _grown(caller: str, shards: Pytree, names: tuple[str, ...], dimensions: Dimensions) -> Pytree:
