@@ -70,7 +70,9 @@ def scan_layers(
     whole = jax.eval_shape(lambda s, k: gather(_at(s, 0), folded(_NAME, k, 0)), shards, key)
     converted, closed, others = _converted(body, start, whole)
     stack = _Stack(converted, gather, gather.transposed(gradients), count[0])
-    return _scan(stack, start, shards, closed, (key, others))
+    scan = jax.custom_vjp(lambda *given: stack.forward(*given)[0])
+    scan.defvjp(stack.forward, stack.backward)
+    return scan(start, shards, closed, (key, others))
 
 
 def _converted(
@@ -107,9 +109,13 @@ def _converted(
     return converted, [constants[i] for i in closed], [constants[i] for i in others]
 
 
+def _at(tree: Pytree, layers: int | slice) -> Pytree:
+    return jax.tree.map(lambda leaf: leaf[layers], tree)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """The static part of a call."""
+    """The static part of a call, and its two passes."""
 
     body: Callable[..., Pytree]
     gathers: rows.Gather
@@ -131,73 +137,57 @@ class _Stack:
         body = lambda *given: self.body(*given, others)  # noqa: E731
         return jax.vjp(body, x, whole, closed)[1](cotangent)
 
+    def forward(
+        self, x: Pytree, shards: Pytree, closed: Pytree, fixed: tuple[Key, Pytree]
+    ) -> tuple[Pytree, Pytree]:
+        """Returns the result, and what `backward` needs."""
+        key, others = fixed
 
-def _at(tree: Pytree, layers: int | slice) -> Pytree:
-    return jax.tree.map(lambda leaf: leaf[layers], tree)
+        def layer(carry: Pytree, following: Pytree) -> tuple[Pytree, Pytree]:
+            x, whole = carry
+            number, shard = following
+            # The gather and the body do not depend on each other, so the next weights arrive while
+            # this layer computes.
+            ahead = self.gather(shard, key, number)
+            return (self.body(x, whole, closed, others), ahead), x
 
+        first = self.gather(_at(shards, 0), key, 0)
+        following = jnp.arange(1, self.count, dtype=jnp.int32), _at(shards, slice(1, self.count))
+        (x, whole), inputs = lax.scan(layer, (x, first), following)
+        return self.body(x, whole, closed, others), (inputs, x, shards, closed, fixed)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(
-    stack: _Stack, x: Pytree, shards: Pytree, closed: Pytree, fixed: tuple[Key, Pytree]
-) -> Pytree:
-    return _forward(stack, x, shards, closed, fixed)[0]
+    def backward(self, saved: Pytree, cotangent: Pytree) -> tuple[Pytree, Pytree, Pytree, None]:
+        """Returns the cotangents of the arguments of `forward`."""
+        inputs, x, shards, closed, (key, others) = saved
+        last = self.count - 1
+        add = functools.partial(jax.tree.map, jnp.add)
 
+        def layer(carry: Pytree, before: Pytree) -> tuple[Pytree, Pytree]:
+            # `gradient` is the following layer's, and `total` the sum of those of `closed` so far.
+            cotangent, whole, gradient, total = carry
+            number, shard, x = before
+            ahead = self.gather(shard, key, number - 1)
+            done = self.scatter(gradient, key, number + 1)
+            cotangent, gradient, more = self.back(x, whole, closed, others, cotangent)
+            return (cotangent, ahead, gradient, add(total, more)), done
 
-def _forward(
-    stack: _Stack, x: Pytree, shards: Pytree, closed: Pytree, fixed: tuple[Key, Pytree]
-) -> tuple[Pytree, Pytree]:
-    key, others = fixed
-
-    def layer(carry: Pytree, following: Pytree) -> tuple[Pytree, Pytree]:
-        x, whole = carry
-        number, shard = following
-        # The gather and the body do not depend on each other, so the next weights arrive while this
-        # layer computes.
-        ahead = stack.gather(shard, key, number)
-        return (stack.body(x, whole, closed, others), ahead), x
-
-    first = stack.gather(_at(shards, 0), key, 0)
-    following = jnp.arange(1, stack.count, dtype=jnp.int32), _at(shards, slice(1, stack.count))
-    (x, whole), inputs = lax.scan(layer, (x, first), following)
-    return stack.body(x, whole, closed, others), (inputs, x, shards, closed, fixed)
-
-
-def _backward(
-    stack: _Stack, saved: Pytree, cotangent: Pytree
-) -> tuple[Pytree, Pytree, Pytree, None]:
-    inputs, x, shards, closed, (key, others) = saved
-    last = stack.count - 1
-    add = functools.partial(jax.tree.map, jnp.add)
-
-    def layer(carry: Pytree, before: Pytree) -> tuple[Pytree, Pytree]:
-        # `gradient` is the following layer's, and `total` the sum of those of `closed` so far.
-        cotangent, whole, gradient, total = carry
-        number, shard, x = before
-        ahead = stack.gather(shard, key, number - 1)
-        done = stack.scatter(gradient, key, number + 1)
-        cotangent, gradient, more = stack.back(x, whole, closed, others, cotangent)
-        return (cotangent, ahead, gradient, add(total, more)), done
-
-    whole = stack.gather(_at(shards, last), key, last)
-    if last == 0:
-        cotangent, gradient, total = stack.back(x, whole, closed, others, cotangent)
-        done = stack.scatter(gradient, key, 0)
-        return cotangent, jax.tree.map(lambda leaf: leaf[None], done), total, None
-    ahead = stack.gather(_at(shards, last - 1), key, last - 1)
-    cotangent, gradient, total = stack.back(x, whole, closed, others, cotangent)
-    before = (
-        jnp.arange(1, last, dtype=jnp.int32),
-        _at(shards, slice(0, last - 1)),
-        _at(inputs, slice(1, last)),
-    )
-    (cotangent, whole, gradient, total), later = lax.scan(
-        layer, (cotangent, ahead, gradient, total), before, reverse=True
-    )
-    second = stack.scatter(gradient, key, 1)
-    cotangent, gradient, more = stack.back(_at(inputs, 0), whole, closed, others, cotangent)
-    first = stack.scatter(gradient, key, 0)
-    join = lambda a, b, rest: jnp.concatenate([a[None], b[None], rest])  # noqa: E731
-    return cotangent, jax.tree.map(join, first, second, later), add(total, more), None
-
-
-_scan.defvjp(_forward, _backward)
+        whole = self.gather(_at(shards, last), key, last)
+        if last == 0:
+            cotangent, gradient, total = self.back(x, whole, closed, others, cotangent)
+            done = self.scatter(gradient, key, 0)
+            return cotangent, jax.tree.map(lambda leaf: leaf[None], done), total, None
+        ahead = self.gather(_at(shards, last - 1), key, last - 1)
+        cotangent, gradient, total = self.back(x, whole, closed, others, cotangent)
+        before = (
+            jnp.arange(1, last, dtype=jnp.int32),
+            _at(shards, slice(0, last - 1)),
+            _at(inputs, slice(1, last)),
+        )
+        (cotangent, whole, gradient, total), later = lax.scan(
+            layer, (cotangent, ahead, gradient, total), before, reverse=True
+        )
+        second = self.scatter(gradient, key, 1)
+        cotangent, gradient, more = self.back(_at(inputs, 0), whole, closed, others, cotangent)
+        first = self.scatter(gradient, key, 0)
+        join = lambda a, b, rest: jnp.concatenate([a[None], b[None], rest])  # noqa: E731
+        return cotangent, jax.tree.map(join, first, second, later), add(total, more), None

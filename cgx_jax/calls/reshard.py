@@ -191,11 +191,15 @@ class _Group:
     how: tuple[tuple[str, Any], ...]
 
     def __call__(self, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
-        function = _moved if self.backward is None else _moved_back
-        return function(self, leaves, key)
-
-    def exact(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        return [_exact(x, to, self.mesh) for x, to in zip(leaves, self.to, strict=True)]
+        if self.backward is None:
+            return _moved(self, leaves, key)
+        back = self.back(self.backward)
+        call = jax.custom_vjp(self.compressed)
+        call.defvjp(
+            lambda leaves, key: (self.compressed(leaves, key), key),
+            lambda key, given: (_moved(back, given, folded(_NAME, key, rows.BACKWARD)), None),
+        )
+        return call(leaves, key)
 
     def compressed(self, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
         """Returns the leaves where they should be, by the collective inside a shard_map."""
@@ -243,17 +247,16 @@ class _Group:
             every[i] = x
         return jax.tree.unflatten(self.treedef, every)
 
-    def back(self) -> _Group:
-        """Returns how the gradients of the results return."""
+    def back(self, plan: Plan) -> _Group:
+        """Returns how the gradients of the results return, by `plan`."""
         axes = frozenset(self.move.axes)
         specs = [
             PartitionSpec(*to.partitions, unreduced=axes, reduced=to.reduced - axes)
             for to in self.to
         ]
         move = _Move(Collective.REDUCE_SCATTER, self.move.axes)
-        assert self.backward is not None
         return dataclasses.replace(
-            self, move=move, froms=tuple(specs), to=self.froms, plan=self.backward, backward=None
+            self, move=move, froms=tuple(specs), to=self.froms, plan=plan, backward=None
         )
 
 
@@ -267,24 +270,8 @@ def _moved(group: _Group, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
 
 @_moved.defjvp
 def _moved_jvp(group: _Group, primals: Pytree, tangents: Pytree) -> Pytree:
-    return _moved(group, *primals), group.exact(tangents[0])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moved_back(group: _Group, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
-    return group.compressed(leaves, key)
-
-
-def _forward(group: _Group, leaves: list[jax.Array], key: Key) -> Pytree:
-    return _moved_back(group, leaves, key), key
-
-
-def _backward(group: _Group, key: Key, cotangents: list[jax.Array]) -> Pytree:
-    own = folded(_NAME, key, rows.BACKWARD)
-    return _moved(group.back(), cotangents, own), None
-
-
-_moved_back.defvjp(_forward, _backward)
+    pairs = zip(tangents[0], group.to, strict=True)
+    return _moved(group, *primals), [_exact(x, to, group.mesh) for x, to in pairs]
 
 
 def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
@@ -329,7 +316,10 @@ def _is_spec(x: object) -> bool:
 
 
 def _specs(tree: Pytree, shardings: Pytree) -> list[PartitionSpec]:
-    """Returns the spec of each leaf, from a prefix tree of specs and shardings."""
+    """Returns the spec of each leaf, from a prefix tree of specs and shardings.
+
+    Raises ValueError for a sharding on another mesh than that of the array.
+    """
     for path, given in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_spec):
         if not _is_spec(given):
             raise TypeError(
@@ -344,24 +334,19 @@ def _specs(tree: Pytree, shardings: Pytree) -> list[PartitionSpec]:
             f"PartitionSpec, P() where it is replicated. {error}"
         ) from None
     for leaf, x, given in zip(leaves_of(tree), jax.tree.leaves(tree), found, strict=True):
-        _check_mesh(operand_of(_NAME, leaf.path), x, given)
+        if not isinstance(given, NamedSharding) or not isinstance(x, jax.Array):
+            continue
+        own = jax.typeof(x).sharding.mesh
+        concrete = None if isinstance(x, jax.core.Tracer) else getattr(x.sharding, "mesh", None)
+        same = given.mesh.abstract_mesh == own
+        if same and isinstance(given.mesh, Mesh) and isinstance(concrete, Mesh):
+            same = given.mesh == concrete
+        if not same:
+            raise ValueError(
+                f"{operand_of(_NAME, leaf.path)} is on the mesh {own}, but its sharding is on "
+                f"another one, {given.mesh}; use jax.device_put to move between meshes."
+            )
     return [s.spec if isinstance(s, NamedSharding) else s for s in found]
-
-
-def _check_mesh(where: str, x: Any, given: PartitionSpec | NamedSharding) -> None:
-    """Raises ValueError for a sharding on another mesh than that of the array."""
-    if not isinstance(given, NamedSharding) or not isinstance(x, jax.Array):
-        return
-    own = jax.typeof(x).sharding.mesh
-    concrete = None if isinstance(x, jax.core.Tracer) else getattr(x.sharding, "mesh", None)
-    same = given.mesh.abstract_mesh == own
-    if same and isinstance(given.mesh, Mesh) and isinstance(concrete, Mesh):
-        same = given.mesh == concrete
-    if not same:
-        raise ValueError(
-            f"{where} is on the mesh {own}, but its sharding is on another one, {given.mesh}; use "
-            "jax.device_put to move between meshes."
-        )
 
 
 def _mesh(x: Any) -> Any:
