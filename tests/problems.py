@@ -3,7 +3,7 @@
 import numpy as np
 
 from cgx_jax import Quantize
-from cgx_jax.policies.problem import Problem
+from cgx_jax.policies.solvers import Problem
 
 BITS = tuple(range(1, 9))
 

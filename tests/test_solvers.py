@@ -13,13 +13,11 @@ from cgx_jax import Quantize
 from cgx_jax.choice.profile import Codec
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import bayesian, knapsack, least_time, solvers
-from cgx_jax.policies import problem as problems
 from cgx_jax.policies.bayesian import Bayesian
 from cgx_jax.policies.decide import Subject
 from cgx_jax.policies.knapsack import minimise, total
 from cgx_jax.policies.least_time import LeastTime
-from cgx_jax.policies.problem import Problem
-from cgx_jax.policies.solvers import KMeans, LeastBytes, LeastError, Linear
+from cgx_jax.policies.solvers import KMeans, LeastBytes, LeastError, Linear, Problem
 from problems import payload, problem, uniform
 from profiles import SLOW, in_proportion
 
@@ -328,7 +326,7 @@ def test_the_remedy_that_a_message_names_is_enough(seed):
 
 
 def test_solvers_import_no_jax():
-    for module in (bayesian, knapsack, least_time, problems, solvers):
+    for module in (bayesian, knapsack, least_time, solvers):
         tree = ast.parse(pathlib.Path(module.__file__).read_text())
         for node in ast.walk(tree):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

@@ -106,12 +106,14 @@ class Adaptive(Policy):
         if self._saved is not None:
             saved = checkpoint.load(self._saved)
             _check_same(leaves, saved_leaves(saved.leaves), "the saved policy's")
+        candidates = self.sampler.candidates
         given = {
             i: c
             for i, (c, leaf) in enumerate(zip(self.base.choose(leaves), leaves, strict=True))
-            if self._adapts(c, leaf)
+            if not c.lossless and leaf.size  # an empty leaf has no error to weigh
+            if all(other.lossless or other.supports(leaf.dtype) for other in candidates)
         }
-        start, candidates = tuple(given.values()), self.sampler.candidates
+        start = tuple(given.values())
         known = tuple(dict.fromkeys((*candidates, *start)))
         progress = Progress(start, [start])
         if self._saved is not None:
@@ -119,12 +121,6 @@ class Adaptive(Policy):
         self.progress, self.known, self._saved = progress, known, None
         self._leaves, self._adaptive = leaves, tuple(given)
         self._subject = Subject(tuple(leaves[i] for i in given), candidates)
-
-    def _adapts(self, given: Compressor, leaf: Leaf) -> bool:
-        """Whether any candidate may take the place of what `base` gives a leaf."""
-        if given.lossless or not leaf.size:
-            return False  # an empty leaf has no error to weigh
-        return all(c.lossless or c.supports(leaf.dtype) for c in self.sampler.candidates)
 
     def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
         self.bind(leaves)

@@ -8,8 +8,7 @@ import numpy as np
 
 from cgx_jax.arguments import store_whole
 from cgx_jax.policies import knapsack
-from cgx_jax.policies.problem import Problem
-from cgx_jax.policies.solvers import Bounded, store_range, widths
+from cgx_jax.policies.solvers import Bounded, Problem, store_range, widths
 
 BATCH = 16  # choices tried with one surrogate
 POOL = 512  # choices from which the surrogate picks a batch

@@ -12,8 +12,7 @@ import numpy as np
 
 from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf
-from cgx_jax.policies.problem import Problem
-from cgx_jax.policies.solvers import Solver
+from cgx_jax.policies.solvers import Problem, Solver
 
 Compressors = tuple[Compressor, ...]
 OUTCOMES = "changed", "kept", "bounded", "unusable"

@@ -12,8 +12,7 @@ from cgx_jax.choice import auto
 from cgx_jax.choice.profile import METHODS, Profile
 from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.policies import knapsack
-from cgx_jax.policies.problem import Problem
-from cgx_jax.policies.solvers import Bounded
+from cgx_jax.policies.solvers import Bounded, Problem
 
 EXACT_BITS = 32
 
