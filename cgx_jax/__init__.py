@@ -35,7 +35,7 @@ from cgx_jax.plan import Plan as Plan
 from cgx_jax.policies import Adaptive as Adaptive
 from cgx_jax.policies import Rule as Rule
 from cgx_jax.policies import Rules as Rules
-from cgx_jax.route.plan_table import plan_table as plan_table
+from cgx_jax.route.route import plan_table as plan_table
 from cgx_jax.transforms import ErrorFeedback as ErrorFeedback
 from cgx_jax.transforms import SecondMoment as SecondMoment
 from cgx_jax.transforms import resize_state as resize_state

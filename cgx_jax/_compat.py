@@ -110,7 +110,7 @@ def own(x: T, axes: Sequence[str]) -> T:
     return vary_over(plain(x), jax.typeof(x).mat.unreduced & frozenset(axes))
 
 
-def typed_like(x: T, like: Any, axes: Sequence[str] = ()) -> T:
+def typed_like(x: T, like: Any, axes: Sequence[str]) -> T:
     """Types `x` with the `reduced` and `unreduced` axes of `like`; costs nothing at run time.
 
     A result of a sum over `axes` is not unreduced over them.

@@ -225,28 +225,29 @@ class Axes:
 
     def max(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Applies `lax.pmax` to every leaf; small leaves travel together."""
-        if self.groups is not None and self.checked():
-            return _together(lambda joined: [self._rows(x).max(0) for x in joined], leaves)
-        return _together(self._by(lax.pmax), leaves)
+        return _together(self._by(lax.pmax, lambda rows: rows.max(0)), leaves)
 
     def _divided(
         self, leaves: Sequence[jax.Array], divisor: int, floats: bool = False
     ) -> list[jax.Array]:
         arrays = [jnp.asarray(x) for x in leaves]
         terms = [_term(x, divisor, floats) for x in arrays]
-        add = self._by(lax.psum)
-        if self.groups is not None and self.checked():
-            # lax.psum refuses groups under check_vma, so gather the group and sum its rows.
-            add = lambda xs: [self._rows(x).sum(0, dtype=x.dtype) for x in xs]  # noqa: E731
+        add = self._by(lax.psum, lambda rows: rows.sum(0, dtype=rows.dtype))
         totals = zip(_together(add, terms), arrays, strict=True)
         return [divided(total, divisor, x.dtype, floats) for total, x in totals]
 
-    def _by(self, collective: Callable[..., Any]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        return lambda leaves: collective(leaves, self.names, axis_index_groups=self.groups)
+    def _by(
+        self, collective: Callable[..., Any], of_rows: Callable[[jax.Array], jax.Array]
+    ) -> Callable[[list[jax.Array]], list[jax.Array]]:
+        if self.groups is None or not self.checked():
+            return lambda xs: collective(xs, self.names, axis_index_groups=self.groups)
 
-    def _rows(self, x: jax.Array) -> jax.Array:
-        x = _compat.vary_over(jnp.asarray(x), frozenset(self.names))
-        return lax.all_gather(x, self.names, axis_index_groups=self.groups)
+        # Under check_vma, lax refuses groups, so gather the group and reduce its rows.
+        def of_group(x: jax.Array) -> jax.Array:
+            x = _compat.vary_over(x, frozenset(self.names))
+            return of_rows(lax.all_gather(x, self.names, axis_index_groups=self.groups))
+
+        return lambda xs: list(map(of_group, xs))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

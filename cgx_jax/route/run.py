@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -141,7 +141,7 @@ def _jobs(
             if reduction.shares_seeds is not None:
                 shared = reduction.shares_seeds
             given = Operands(
-                seeds[shared][: reduction.seed_count],
+                seeds(shared)[: reduction.seed_count],
                 [own[i] for i in part],
                 chosen(units, part),
                 [states[i] for i in part],
@@ -254,12 +254,12 @@ def _reduced(call: tuple[Reduction, Job], given: Operands) -> Reduced:
         sums, residuals, after = reduction.run(job, plain)
     if job.collective is not Collective.REDUCE_SCATTER:
         checksums.compare(job.name, job.axes, sums)
-    typed = [_compat.typed_like(y, x, job.axes.names) for y, x in zip(sums, leaves, strict=True)]
-    if residuals is not None:
-        residuals = [
-            _compat.typed_like(e, x, job.axes.names) for e, x in zip(residuals, leaves, strict=True)
-        ]
-    return Reduced(typed, residuals, after)
+
+    def typed(values: Sequence[jax.Array]) -> list[jax.Array]:
+        pairs = zip(values, leaves, strict=True)
+        return [_compat.typed_like(y, x, job.axes.names) for y, x in pairs]
+
+    return Reduced(typed(sums), None if residuals is None else typed(residuals), after)
 
 
 @_reduced.defjvp
@@ -294,12 +294,11 @@ def _parts(
     return [(tuple(part), shared) for (_, shared), part in parts.items()]
 
 
-def _seeds(route: Route, key: Key) -> Mapping[bool, tuple[Any, ...]]:
-    """Returns this rank's own seeds under False, and shared ones under True.
+def _seeds(route: Route, key: Key) -> Callable[[bool], tuple[Any, ...]]:
+    """Returns a function that gives this rank's own seeds for False, and shared ones for True.
 
-    Only the kinds that are needed are there. Both are zeros if no compressor needs a key. Own seeds
-    make the ranks' rounding errors independent, so that the errors average out. Compressors that
-    share noise use shared seeds.
+    Both are zeros if no compressor needs a key. Own seeds make the ranks' rounding errors
+    independent, so that the errors average out. Compressors that share noise use shared seeds.
     """
     options, compressors = route.options, route.plan.compressors
     reductions = [way.reduction for way in route.taken.values()]
@@ -307,17 +306,14 @@ def _seeds(route: Route, key: Key) -> Mapping[bool, tuple[Any, ...]]:
     chosen: list[Compressor] = [compressors[i] for buffer in route.taken for i in buffer]
     if options.levels is not None and options.levels.compressor is not None:
         chosen.append(options.levels.compressor)
-    if not any(c.needs_key for c in chosen):
-        return dict.fromkeys((False, True), (np.zeros(2, np.uint32),) * count)
-    assert key is not None
-    keys: dict[bool, Any] = {}
-    sharing = {c.shares_noise for c in chosen}
-    fixed = {reduction.shares_seeds for reduction in reductions}
-    if False in sharing or False in fixed:
-        keys[False] = jax.random.fold_in(key, options.axes.index())
-    if True in sharing or True in fixed:
-        keys[True] = key
-    return {
-        shared: tuple(buckets.words(jax.random.fold_in(k, phase)) for phase in range(count))
-        for shared, k in keys.items()
-    }
+    needed = any(c.needs_key for c in chosen)
+
+    @functools.cache
+    def seeds(shared: bool) -> tuple[Any, ...]:
+        if not needed:
+            return (np.zeros(2, np.uint32),) * count
+        assert key is not None
+        own = key if shared else jax.random.fold_in(key, options.axes.index())
+        return tuple(buckets.words(jax.random.fold_in(own, phase)) for phase in range(count))
+
+    return seeds
