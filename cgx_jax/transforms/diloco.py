@@ -235,8 +235,7 @@ class _Workers:
         require_type(self.name, state, LocalState)
         axes = Axes.resolve(self.name, self.axis_name, None)
         _check_moved(self.name, state, updates)
-        self._check_own(axes, updates)
-        updates = jax.tree.map(functools.partial(_own, axes), updates)
+        updates = self._own(axes, updates)
         before = own_row(state.moved)
         if params is not None:
             _require_as_wide(self.name, "moved", before, params)
@@ -378,19 +377,27 @@ class _Workers:
                 break
         return after
 
-    def _check_own(self, axes: Axes, updates: Pytree) -> None:
-        """Raises ValueError for gradients that all workers have computed together."""
-        for leaf, x in zip(leaves_of(updates), jax.tree.leaves(updates), strict=True):
+    def _own(self, axes: Axes, updates: Pytree) -> Pytree:
+        """Returns the gradients, with numbers that the program knows as each worker's own.
+
+        Raises ValueError for gradients that all workers have computed together.
+        """
+        leaves, treedef = jax.tree.flatten(updates)
+        for i, leaf in enumerate(leaves_of(updates)):
+            x = leaves[i]
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                continue
             missing = sorted(axes.varying() - _compat.varying_axes(x))
-            # Numbers that the program knows are each worker's own.
             known = not isinstance(x, jax.core.Tracer) or _compat.is_filled(x, axes.names)
-            if missing and jnp.issubdtype(leaf.dtype, jnp.inexact) and not known:
+            if missing and not known:
                 raise ValueError(
                     f"{self.name}: the gradient of leaf {leaf} does not vary over axis "
                     f"{missing[0]!r}, so it is the same on all workers: it was taken at params, "
                     "where jax.grad inserts a psum, or averaged. Take it at "
                     "cgx_jax.transforms.local_params(params, state), and leave out lax.pmean."
                 )
+            leaves[i] = _compat.vary_over(jnp.asarray(x), axes.varying())
+        return jax.tree.unflatten(treedef, leaves)
 
     def _check(self, axes: Axes, state: LocalState, parts: list[_Part], like: Pytree) -> Pytree:
         """Raises ValueError for a state that was made with other options.
@@ -533,12 +540,6 @@ def _holes(tree: Pytree, numbers: tuple[int, ...]) -> Pytree:
     leaves, treedef = jax.tree.flatten(tree)
     own = set(numbers)
     return jax.tree.unflatten(treedef, [x if i in own else None for i, x in enumerate(leaves)])
-
-
-def _own(axes: Axes, x: Any) -> Any:
-    """Types the zeros of a frozen parameter as a worker's own, as its other gradients are."""
-    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return _compat.vary_over(jnp.asarray(x), axes.varying()) if inexact else x
 
 
 def local_params(params: Pytree, state: Pytree) -> Pytree:
