@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,11 @@ def is_bare(tree: Pytree) -> bool:
     return bool(jax.tree_util.all_leaves([tree])) and not isinstance(tree, SCALARS)
 
 
+def is_function(x: object) -> TypeGuard[Callable[..., Any]]:
+    """Whether `x` is a function of paths, and no module of Equinox, which can be called too."""
+    return callable(x) and bool(jax.tree_util.all_leaves([x]))
+
+
 def operand_of(caller: str, path: str) -> str:
     """Returns how a sentence about a leaf begins."""
     return f"{caller}: leaf {path!r}" if path else f"{caller}: the operand"
@@ -135,8 +140,7 @@ def _is_variable(x: object) -> bool:
 def dimensions_of(caller: str, argument: str, given: Dimensions, tree: Pytree) -> list[int]:
     """Returns a dimension for each leaf of `tree`; `given` is the value of an `argument`."""
     paths = [leaf.path for leaf in leaves_of(tree)]
-    # A model of Equinox can be called, but as a tree of ints it is no function.
-    if callable(given) and jax.tree_util.all_leaves([given]):
+    if is_function(given):
         found = [given(path) for path in paths]
     else:
         try:

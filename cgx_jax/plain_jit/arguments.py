@@ -137,17 +137,55 @@ class Argument:
         return made, arrays, places
 
 
-def arguments_of(
-    function: Callable[..., Pytree], args: Pytree, kwargs: Pytree, wanted: Sequence[Wanted]
-) -> tuple[tuple[Argument, ...], list[Any], list[Place]]:
-    """Returns the structures of a call's arguments, and all arrays with their places."""
-    names = names_of(function, len(args))
-    by_position = {each.position: each for each in wanted}
-    given: list[Any] = [(x, names[i], i, by_position.get(i)) for i, x in enumerate(args)]
-    given += [(x, name, None, None) for name, x in kwargs.items()]
-    made = [Argument.of(x, number, *rest) for number, (x, *rest) in enumerate(given)]
-    arguments = tuple(argument for argument, _, _ in made)
-    return arguments, [x for _, xs, _ in made for x in xs], [p for _, _, ps in made for p in ps]
+class Given(NamedTuple):
+    """A call's arguments, and all their arrays with their places."""
+
+    arguments: tuple[Argument, ...]
+    arrays: list[Any]
+    places: list[Place]
+
+    @classmethod
+    def of(cls, entries: Iterable[tuple[Any, ...]]) -> Given:
+        """Takes apart values, each with its name, its position and whether it is wanted."""
+        made = [Argument.of(x, number, *rest) for number, (x, *rest) in enumerate(entries)]
+        return cls(
+            tuple(argument for argument, _, _ in made),
+            [x for _, arrays, _ in made for x in arrays],
+            [place for _, _, places in made for place in places],
+        )
+
+    @classmethod
+    def of_call(
+        cls, function: Callable[..., Pytree], args: Pytree, kwargs: Pytree, wanted: Sequence[Wanted]
+    ) -> Given:
+        """Takes apart the arguments of a call of `function`."""
+        names = names_of(function, len(args))
+        by_position = {each.position: each for each in wanted}
+        entries: list[Any] = [(x, names[i], i, by_position.get(i)) for i, x in enumerate(args)]
+        return cls.of([*entries, *((x, name, None, None) for name, x in kwargs.items())])
+
+    @property
+    def trained(self) -> list[int]:
+        """The numbers of the arrays that are differentiated."""
+        return [i for i, place in enumerate(self.places) if place.trained]
+
+    def numbers(self, argument: int) -> list[int]:
+        """Returns the numbers of an argument's arrays."""
+        return [i for i, place in enumerate(self.places) if place.argument == argument]
+
+    def shown(self, i: int) -> str:
+        """Names an array in messages."""
+        return f"{self.places[i].path} {shown(self.arrays[i])}"
+
+    def parameters(self, values: Iterable[Any], *, single: bool) -> Pytree:
+        """Returns the tree of what is differentiated, from one value per trained array."""
+        by_number = dict(zip(self.trained, values, strict=True))
+        found = [
+            argument.parameters(map(by_number.get, self.numbers(n)))
+            for n, argument in enumerate(self.arguments)
+            if argument.wanted
+        ]
+        return found[0] if single else tuple(found)
 
 
 def broadcast(prefix: Pytree, tree: Pytree, where: str) -> list[Any]:

@@ -23,9 +23,8 @@ from cgx_jax.axes import Axes, cast
 from cgx_jax.leaves import SCALARS, map_with_paths, path_of, sum_dtype, with_paths
 from cgx_jax.plain_jit.arguments import (
     CALLER,
-    Argument,
+    Given,
     Line,
-    Place,
     broadcast,
     known_spec,
     line,
@@ -70,6 +69,11 @@ class Traced:
     jaxpr: Any
     trees: Pytree
 
+    @classmethod
+    def of(cls, jaxpr: Any, out: Pytree) -> Traced:
+        """Takes what `make_jaxpr` returns of `Program._differentiated`."""
+        return cls(jaxpr, jax.tree.structure(out[-1]))
+
     def parts(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """Splits a list like the jaxpr's outputs: (value, aux, states, gradients)."""
         count = self.trees.num_leaves
@@ -78,60 +82,57 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The loss, the structure of its arguments, and how it is differentiated."""
+    """The loss, its arguments, and how it is differentiated."""
 
     loss_fn: Callable[..., Pytree]
-    arguments: tuple[Argument, ...]
-    places: tuple[Place, ...]
+    given: Given
     ranks: Ranks
     has_aux: bool
     ratio: bool
     single: bool
 
-    def whole(
-        self, arrays: Sequence[jax.Array], splits: Sequence[Split] = (), times: int = 1
-    ) -> Traced:
-        """Traces plain jit's program for `times` the batch, with the axes bound to one rank."""
-        pairs = itertools.zip_longest(arrays, splits, fillvalue=Split())
+    @functools.cached_property
+    def whole(self) -> Traced:
+        """Plain jit's program, with the axes bound to one rank."""
+        return self.whole_of((), 1)
+
+    def whole_of(self, splits: Sequence[Split], times: int) -> Traced:
+        """Traces plain jit's program for `times` the batch."""
+        pairs = itertools.zip_longest(self.given.arrays, splits, fillvalue=Split())
         shapes = [_shape_of(x, split, times) for x, split in pairs]
-        trees: list[Any] = []
         env = [(name, 1) for name in self.ranks.names]
-        trace = jax.make_jaxpr(functools.partial(self._flat, trees), axis_env=env)
+        trace = jax.make_jaxpr(self._differentiated, axis_env=env, return_shape=True)
         try:
-            jaxpr = trace(shapes)
+            return Traced.of(*trace(shapes))
         except Exception:
             # On an explicit mesh, types follow what a model says of its products, but not that a
             # gather over the axis leaves nothing split. They change no value, so do without.
-            untyped = [_untyped(x) for x in shapes]
+            untyped = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in shapes
+            ]
             if untyped != shapes:
                 with contextlib.suppress(Exception):
-                    return Traced(trace(untyped), trees[-1])
+                    return Traced.of(*trace(untyped))
             raise
-        return Traced(jaxpr, trees[-1])
 
     def part(
-        self,
-        arrays: Sequence[jax.Array],
-        splits: Sequence[Split],
-        times: int = 1,
-        gathers: Mapping[int, Gather] = _EMPTY,
+        self, splits: Sequence[Split], times: int = 1, gathers: Mapping[int, Gather] = _EMPTY
     ) -> Traced:
         """Traces the program of one rank, with its part of `times` the batch.
 
         It takes a shard of each parameter in `gathers`, and returns a shard of its gradient, which
         is the mean over the ranks already.
         """
-        trees: list[Any] = []
-        made: list[Any] = []
+        made: list[Traced] = []
 
         def probe() -> tuple[()]:
-            pairs = zip(arrays, splits, strict=True)
+            pairs = zip(self.given.arrays, splits, strict=True)
             shapes = [_shape_of(x, split, times, self.ranks.world) for x, split in pairs]
-            flat = functools.partial(self._flat, trees, gathers=gathers)
+            function = functools.partial(self._differentiated, gathers=gathers)
             for i, gather in gathers.items():
                 shapes[i] = _shape_of(shapes[i], Split(gather.dimension), 1, self.ranks.world)
             with logical_rules_without(self.ranks.names):
-                made.append(jax.make_jaxpr(flat)(shapes))
+                made.append(Traced.of(*jax.make_jaxpr(function, return_shape=True)(shapes)))
             return ()
 
         ranked = functools.partial(jax.shard_map, mesh=self.ranks.mesh, check_vma=False)
@@ -142,19 +143,34 @@ class Program:
             if names_manual(error, self.ranks):
                 raise refusal(f"{type(error).__name__}: {error}", self.ranks) from error
             raise
-        for program in _compat.programs_within(made[0]):
+        for program in _compat.programs_within(made[0].jaxpr):
             for eqn in _compat.open_program(program).eqns:
                 # JAX would refuse a NamedSharding of the whole mesh only when it compiles.
                 spec = getattr(eqn.params.get("sharding"), "spec", PartitionSpec())
                 placed = eqn.primitive.name == "sharding_constraint"
                 if placed and self.ranks.dimension(spec) is not None:
                     raise refusal(f"a constraint with {spec}", self.ranks)
-        return Traced(made[0], trees[0])
+        return made[0]
 
-    def _flat(
-        self, trees: list[Any], arrays: Sequence[jax.Array], gathers: Mapping[int, Gather] = _EMPTY
-    ) -> list[Any]:
-        trained = [i for i, place in enumerate(self.places) if place.trained]
+    def traces(self, splits: Sequence[Split]) -> bool:
+        """Whether the loss can be traced for a rank's part of arrays that are split so."""
+        try:
+            self.part(splits)
+        except Exception:
+            return False
+        return True
+
+    def is_raw_key(self, i: int) -> bool:
+        """Whether the loss uses array `i` for nothing but as a raw PRNG key."""
+        x, key = self.given.arrays[i], jax.eval_shape(jax.random.PRNGKey, 0)
+        raw = (x.shape, x.dtype) == (key.shape, key.dtype)
+        return raw and _compat.is_key_data(self.whole.jaxpr, i)
+
+    def _differentiated(
+        self, arrays: Sequence[jax.Array], gathers: Mapping[int, Gather] = _EMPTY
+    ) -> tuple[Any, ...]:
+        """Returns the value, the loss's results, and (aux, states of NNX objects, gradients)."""
+        trained = self.given.trained
 
         def losses_of(values: Sequence[Any]) -> Pytree:
             given = list(arrays)
@@ -177,20 +193,7 @@ class Program:
             marks = [jnp.ones((), dtype)]
         value = cast(value, dtype)
         (grads,) = pull(tuple(cast(m, x.dtype) for m, x in zip(marks, losses, strict=True)))
-        leaves, treedef = jax.tree.flatten((aux, rests, self.parameters(grads)))
-        trees.append(treedef)
-        return [value, *losses, *leaves]
-
-    def parameters(self, values: Sequence[Any]) -> Pytree:
-        """Returns the tree of gradients, from one value per trained array."""
-        given = iter(values)
-        found = [next(given) if place.trained else None for place in self.places]
-        wanted = []
-        for number, argument in enumerate(self.arguments):
-            own = [x for x, p in zip(found, self.places, strict=True) if p.argument == number]
-            if argument.wanted:
-                wanted.append(argument.parameters(own))
-        return wanted[0] if self.single else tuple(wanted)
+        return value, losses, (aux, rests, self.given.parameters(grads, single=self.single))
 
     def _gathered(self, arrays: Sequence[jax.Array], gathers: Mapping[int, Gather]) -> Pytree:
         """Returns what `_call` does, of whole parameters in the place of shards."""
@@ -206,10 +209,10 @@ class Program:
     def _call(self, arrays: Sequence[jax.Array]) -> tuple[tuple[Any, ...], tuple[Any, list[Any]]]:
         """Returns ((loss,) or (sum, count), (auxiliary output, states of NNX objects))."""
         values = []
-        for number, argument in enumerate(self.arguments):
-            own = [x for x, p in zip(arrays, self.places, strict=True) if p.argument == number]
+        for number, argument in enumerate(self.given.arguments):
+            own = [arrays[i] for i in self.given.numbers(number)]
             values.append(boxes_without(self.ranks.names, argument.build(own)))
-        pairs = list(zip(values, self.arguments, strict=True))
+        pairs = list(zip(values, self.given.arguments, strict=True))
         out = self.loss_fn(
             *(v for v, a in pairs if a.position is not None),
             **{a.name: v for v, a in pairs if a.position is None},
@@ -248,7 +251,7 @@ class Program:
         return losses, (aux, rests)
 
     def check(
-        self, arrays: Sequence[jax.Array], splits: Sequence[Split], part: Traced, whole: Traced
+        self, splits: Sequence[Split], part: Traced
     ) -> tuple[list[Found], tuple[Any, Any, Any, Any]]:
         """Compares a rank's program with plain jit's.
 
@@ -256,6 +259,7 @@ class Program:
         steps for dimensions of one. With one example per rank, programs for two are compared, after
         both programs turned out to be those for twice and three times the batch.
         """
+        whole, arrays = self.whole, self.given.arrays
         if part.trees != whole.trees:
             raise ValueError(
                 f"{CALLER}: on a part of the batch the loss returns another tree than on the whole "
@@ -270,8 +274,8 @@ class Program:
         else:
             related = [SAME] * len(small.out_avals)
             try:
-                parts = [part.jaxpr, *(self.part(arrays, splits, n).jaxpr for n in (2, 3))]
-                wholes = [whole.jaxpr, *(self.whole(arrays, splits, n).jaxpr for n in (2, 3))]
+                parts = [part.jaxpr, *(self.part(splits, n).jaxpr for n in (2, 3))]
+                wholes = [whole.jaxpr, *(self.whole_of(splits, n).jaxpr for n in (2, 3))]
             except (TypeError, ValueError) as error:
                 at: str | None = f"{type(error).__name__}: {error}"
             else:
@@ -288,13 +292,10 @@ class Program:
             found.append(Found(SAME if own else r, growing(one.shape, other.shape, world)))
         return found[1 : 2 + self.ratio], part.parts(found)
 
-    def check_constants(self, traced: Traced, arrays: Sequence[jax.Array], splits: Any) -> None:
+    def check_constants(self, traced: Traced, splits: Sequence[Split]) -> None:
         """Raises ValueError for an array that is no argument but as long as the batch."""
-        sizes = {
-            x.shape[s.dimension]
-            for x, s in zip(arrays, splits, strict=True)
-            if s.dimension is not None
-        }
+        pairs = zip(self.given.arrays, splits, strict=True)
+        sizes = {x.shape[s.dimension] for x, s in pairs if s.dimension is not None}
         for x in traced.jaxpr.consts:
             spec = known_spec(x, self.ranks.mesh)
             split = spec is not None and self.ranks.dimension(spec) is not None
@@ -306,9 +307,9 @@ class Program:
                     "argument of the loss."
                 )
 
-    def captured(self, traced: Traced) -> list[str]:
+    def captured(self) -> list[str]:
         """Returns the arrays that the loss closes over, for messages."""
-        consts = traced.jaxpr.consts
+        consts = self.whole.jaxpr.consts
         return [f"{variable_of(self.loss_fn, x)}{shown(jax.typeof(x))}" for x in consts]
 
     def require_mean(self, losses: Sequence[Found], value: Found, grads: Pytree) -> None:
@@ -467,10 +468,6 @@ def _shape_of(x: Any, split: Split, times: int, world: int = 1) -> jax.ShapeDtyp
     else:  # on an explicit mesh, a rank's part keeps its type over the other axes
         sharding = NamedSharding(context, without(spec, context.manual_axes))
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=weak, sharding=sharding)
-
-
-def _untyped(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 
 def _kind(x: object) -> str:

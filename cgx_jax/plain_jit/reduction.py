@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_jax._types import Pytree
 from cgx_jax.compressors import Compressor
@@ -66,10 +66,6 @@ class GradientMean:
                 f"Leave {name} out."
             )
 
-    def init(self, params: Pytree, mesh: Mesh | AbstractMesh | None) -> Pytree:
-        """Returns the `SyncState` before the first step."""
-        return dataclasses.replace(self.sync, mesh=mesh).init(params)
-
     def __call__(
         self,
         grads: Pytree,
@@ -117,20 +113,14 @@ class GradientMean:
 
         `tree` has the shapes of the whole parameters, or of their shards over the other axes.
         """
-        leaves = jax.tree.leaves(tree)
         axis, exchange = self.sync.axis_name, cast(Exchange | str, self.sync.exchange)
         gradients, weights = (self.plan(tree, p) for p in (self.sync.policy, self.weights))
-        specs = shards.specs or [PartitionSpec()] * len(leaves)
         codes = zip(weights.compressors, gradients.compressors, strict=True)
-        shared: dict[Gather, Gather] = {}  # equal parameters share what is traced
-        found: list[Gather | None] = []
-        for d, spec, code in zip(shards.dimensions, specs, codes, strict=True):
-            if d is None:
-                found.append(None)
-            else:
-                own = Gather(axis, exchange, *code, d, spec, shards.axes)
-                found.append(shared.setdefault(own, own))
-        return found
+        of = functools.cache(Gather)  # equal parameters share what is traced
+        return [
+            None if d is None else of(axis, exchange, *code, d, spec, shards.axes)
+            for d, spec, code in zip(shards.dimensions, shards.specs, codes, strict=True)
+        ]
 
 
 def _grown(x: jax.Array, dimension: int | None, world: int) -> jax.ShapeDtypeStruct:

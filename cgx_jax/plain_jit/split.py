@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 from cgx_jax.axes import axes_by_dimension, require_axes
 from cgx_jax.plain_jit.arguments import (
     CALLER,
-    Argument,
-    Place,
+    Given,
     axes_of,
     is_key,
     known_spec,
@@ -92,9 +91,7 @@ class Split:
 
 def choose(
     ranks: Ranks,
-    arguments: Sequence[Argument],
-    arrays: Sequence[jax.Array],
-    places: Sequence[Place],
+    given: Given,
     in_specs: Mapping[Any, Any],
     shards: Mapping[int, int],
     is_raw_key: Callable[[int], bool],
@@ -106,27 +103,26 @@ def choose(
     the loss uses array i as a raw key, and `traces` whether it can be traced. Raises ValueError,
     with the line to write, for arrays of which nothing says whether they hold the batch.
     """
-    given = _given(ranks, arguments, places, in_specs)
+    arrays, places, named = given.arrays, given.places, _named(ranks, given, in_specs)
     found: list[Split | None] = []
     for i, (x, place) in enumerate(zip(arrays, places, strict=True)):
         spec = known_spec(x, ranks.mesh)
         dimension = None if spec is None else ranks.dimension(spec)
-        whole = arguments[place.argument].whole
+        whole = given.arguments[place.argument].whole
         if whole and ranks.world > 1 and dimension not in (None, shards.get(i)):
             raise ValueError(
-                f"{CALLER}: {place.path} {shown(x)} is sharded over the data axis {ranks.axis!r} "
+                f"{CALLER}: {given.shown(i)} is sharded over the data axis {ranks.axis!r} "
                 f"({spec}). Only parameters may be, those that are differentiated, as specs= says "
                 "if it names them; anything else must be replicated: "
                 "jax.device_put(state, NamedSharding(mesh, P()))."
             )
-        named = given[i]
         if i in shards:
             found.append(Split(shard=shards[i]))
-        elif isinstance(named, Spec):
-            found.append(Split(ranks.dimension(named)))
+        elif (spec := named.get(i)) is not None:
+            found.append(Split(ranks.dimension(spec)))
         elif dimension is not None:
             found.append(Split(dimension))
-        elif not place.trained and (is_key(x, stacked=whole or named is None) or is_raw_key(i)):
+        elif not place.trained and (is_key(x, stacked=whole or i in named) or is_raw_key(i)):
             found.append(Split(fold=True))
         elif whole or x.ndim == 0:
             found.append(Split())
@@ -137,23 +133,18 @@ def choose(
         if s is not None and s.dimension is not None:
             sizes |= set(x.shape[s.dimension : s.dimension + 1])
     if None in found and len(sizes) > 1:
-        _refuse(ranks, arguments, arrays, places, found, traces)
+        _refuse(ranks, given, found, traces)
     splits = tuple(split or Split(0) for split in found)
-    for x, place, split in zip(arrays, places, splits, strict=True):
-        _check_divides(ranks, x, place, split)
+    for i, split in enumerate(splits):
+        _check_divides(ranks, given, i, split.dimension)
     return splits
 
 
-def _given(
-    ranks: Ranks,
-    arguments: Sequence[Argument],
-    places: Sequence[Place],
-    in_specs: Mapping[Any, Any],
-) -> list[Any]:
-    """Returns the entry of in_specs for each array: a spec, None, or () if there is none."""
-    specs: list[Any] = []
+def _named(ranks: Ranks, given: Given, in_specs: Mapping[Any, Any]) -> dict[int, Spec | None]:
+    """Returns the entries of in_specs by the numbers of the arrays that it names."""
+    specs: dict[int, Any] = {}
     rest = set(in_specs)
-    for number, argument in enumerate(arguments):
+    for number, argument in enumerate(given.arguments):
         keys = [key for key in (argument.name, argument.position) if key in rest]
         if len(keys) > 1:
             raise ValueError(
@@ -162,21 +153,20 @@ def _given(
             )
         if keys and not argument.wanted:
             rest -= {*keys}
-            specs += argument.broadcast(
-                in_specs[keys[0]], f"in_specs[{argument.name!r}] is not a prefix of that argument"
-            )
-        specs += [()] * (sum(p.argument <= number for p in places) - len(specs))
+            wrong = f"in_specs[{argument.name!r}] is not a prefix of that argument"
+            entries = argument.broadcast(in_specs[keys[0]], wrong)
+            specs.update(zip(given.numbers(number), entries, strict=True))
     if rest:
-        names = [a.name for a in arguments if not a.wanted]
+        names = [a.name for a in given.arguments if not a.wanted]
         raise ValueError(
             f"{CALLER}: in_specs has {sorted(map(str, rest))}, which is not an argument of the "
             f"loss to split; use the name or position of one of {names}. Pass shardings of "
             "parameters over other axes as specs=."
         )
-    wrong = next((s for s in specs if not (isinstance(s, Spec | None) or s == ())), None)
-    if wrong is not None:
+    odd = next((s for s in specs.values() if not isinstance(s, Spec | None)), None)
+    if odd is not None:
         raise ValueError(
-            f"{CALLER}: in_specs has {wrong!r}; use P({ranks.axis!r}) for an array with one row "
+            f"{CALLER}: in_specs has {odd!r}; use P({ranks.axis!r}) for an array with one row "
             "per example, and P() for one that every rank has whole."
         )
     return specs
@@ -184,9 +174,7 @@ def _given(
 
 def _refuse(
     ranks: Ranks,
-    arguments: Sequence[Argument],
-    arrays: Sequence[jax.Array],
-    places: Sequence[Place],
+    given: Given,
     found: Sequence[Split | None],
     traces: Callable[[Sequence[Split]], bool],
 ) -> None:
@@ -196,25 +184,20 @@ def _refuse(
     it is that of the last argument: the batch comes after frozen parameters. If the loss cannot be
     traced so, arguments that also have other lengths may be frozen parameters.
     """
+    arrays, places = given.arrays, given.places
     # What is known to be split elsewhere than along its rows may be so by mistake.
     open_ = [i for i, split in enumerate(found) if split is None or split.dimension]
 
-    def known(i: int) -> int | None:
-        split = found[i]
-        return None if split is None else split.dimension
-
+    known = [None if split is None else split.dimension for split in found]
     unknown = [i for i in open_ if found[i] is None]
     unknown = [i for i in unknown if not is_key(arrays[i], stacked=True)] or unknown
     lengths = dict.fromkeys((places[i].argument, arrays[i].shape[0]) for i in unknown)
     arguments_of = Counter(n for _, n in lengths)
     last = {n: number for number, n in lengths}
     size = max(last, key=lambda n: (n > 0 and n % ranks.world == 0, arguments_of[n], last[n]))
-    owned: dict[int, list[int]] = {places[i].argument: [] for i in open_}
-    for i, place in enumerate(places):
-        if place.argument in owned:
-            owned[place.argument].append(i)
+    owned = {n: given.numbers(n) for n in dict.fromkeys(places[i].argument for i in open_)}
     specs = {
-        i: ranks.spec(0 if arrays[i].shape[:1] == (size,) else known(i))
+        i: ranks.spec(0 if arrays[i].shape[:1] == (size,) else known[i])
         for own in owned.values()
         for i in own
     }
@@ -237,10 +220,10 @@ def _refuse(
         keys += [i for i in own if specs[i] == Spec() and is_key(arrays[i], stacked=True)]
         one = each[0] if len({specs[i] for i in own}) == 1 and not keys else None
         tree = [None if i in keys else text for i, text in zip(own, each, strict=True)]
-        written[arguments[number].name] = one or arguments[number].parameters(tree)
+        argument = given.arguments[number]
+        written[argument.name] = one or argument.parameters(tree)
     listed = ", ".join(
-        f"{places[i].path} {shown(arrays[i])}"
-        + ("" if found[i] is None else f" split in dimension {known(i)}")
+        given.shown(i) + ("" if found[i] is None else f" split in dimension {known[i]}")
         for i in open_
     )
     raise ValueError(
@@ -250,14 +233,14 @@ def _refuse(
     )
 
 
-def _check_divides(ranks: Ranks, x: jax.Array, place: Place, split: Split) -> None:
-    d, world = split.dimension, ranks.world
+def _check_divides(ranks: Ranks, given: Given, i: int, d: int | None) -> None:
+    x, place, world = given.arrays[i], given.places[i], ranks.world
     if d is None:
         return
     name = place.path.partition("[")[0].partition(".")[0]
     if d < x.ndim and not isinstance(x.shape[d], int):
         raise ValueError(
-            f"{CALLER}: {place.path} {shown(x)} has a symbolic batch size; export the step with a "
+            f"{CALLER}: {given.shown(i)} has a symbolic batch size; export the step with a "
             "number in its place, once for each batch size."
         )
     if d >= x.ndim or x.shape[d] % world:

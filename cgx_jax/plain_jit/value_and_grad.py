@@ -21,14 +21,11 @@ from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit import split
 from cgx_jax.plain_jit.arguments import (
     CALLER,
-    Argument,
-    Place,
+    Given,
     Wanted,
-    arguments_of,
     is_nnx,
     line,
     nnx,
-    shown,
 )
 from cgx_jax.plain_jit.model_axes import Shards, as_now
 from cgx_jax.plain_jit.program import Program, Traced, finish, is_output
@@ -38,7 +35,7 @@ from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.transforms.checks import require_rows_of, require_type
-from cgx_jax.transforms.inner_axes import init_on_shards
+from cgx_jax.transforms.inner_axes import init_on_shards, on_shards, shards_of
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.state import SyncState, state_specs
@@ -149,9 +146,9 @@ def value_and_grad(
             f"{CALLER}: in_specs={in_specs!r} is no mapping; name the arguments of the loss that "
             f'are split: in_specs={{"batch": P({names[0]!r})}}.'
         )
-    wanted = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    single = not isinstance(argnums, (tuple, list))
     try:
-        wanted = tuple(map(Wanted.of, wanted))
+        wanted = tuple(map(Wanted.of, (argnums,) if single else argnums))
     except TypeError:
         raise TypeError(
             f"{CALLER}: argnums={argnums!r} must be a position, an nnx.DiffState, or a tuple of "
@@ -170,9 +167,19 @@ def value_and_grad(
         name=CALLER,
     )
     mean = GradientMean(sync, weights)
-    single = not isinstance(argnums, (tuple, list))
-    options = _Options(names, mesh, wanted, single, has_aux, aux_specs, loss == "ratio", trust)
-    return ValueAndGrad(loss_fn, options, dict(in_specs or {}), as_now(specs), mean)
+    options = _Options(
+        names=names,
+        mesh=mesh,
+        wanted=wanted,
+        single=single,
+        has_aux=has_aux,
+        ratio=loss == "ratio",
+        in_specs=dict(in_specs or {}),
+        aux_specs=aux_specs,
+        specs=as_now(specs),
+        trust=trust,
+    )
+    return ValueAndGrad(loss_fn, options, mean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +189,10 @@ class _Options:
     wanted: tuple[Wanted, ...]
     single: bool
     has_aux: bool
-    aux_specs: Pytree
     ratio: bool
+    in_specs: Mapping[Any, Any]
+    aux_specs: Pytree
+    specs: Pytree
     trust: bool
 
 
@@ -191,17 +200,11 @@ class ValueAndGrad:
     """The function that `value_and_grad` returns, documented there."""
 
     def __init__(
-        self,
-        loss_fn: Callable[..., Pytree] | None,
-        options: _Options,
-        in_specs: Mapping[Any, Any],
-        specs: Pytree,
-        mean: GradientMean,
-    ):
+        self, loss_fn: Callable[..., Pytree] | None, options: _Options, mean: GradientMean
+    ) -> None:
         if loss_fn is not None:
             functools.update_wrapper(self, loss_fn, updated=())
-        self._loss_fn, self._options = loss_fn, options
-        self._in_specs, self._specs, self._mean = in_specs, specs, mean
+        self._loss_fn, self._options, self._mean = loss_fn, options, mean
         self._eager_calls = 0
         # A new function per instance, since jax.jit shares compiled programs between all users of
         # the same function.
@@ -220,28 +223,20 @@ class ValueAndGrad:
         memories, which are split over the axis, and sharded like the parameters over the others.
         """
         options = self._options
-        arguments: list[Argument] = []
-        arrays: list[jax.Array] = []
-        places: list[Place] = []
-        trees = []
-        given = (params,) if options.single else tuple(params)
-        if len(given) != len(options.wanted):
+        trees = (params,) if options.single else tuple(params)
+        if len(trees) != len(options.wanted):
             raise ValueError(
-                f"{CALLER}: init has {len(given)} trees of parameters, but argnums names "
+                f"{CALLER}: init has {len(trees)} trees of parameters, but argnums names "
                 f"{len(options.wanted)} arguments; pass one tree for each."
             )
-        for number, (value, wanted) in enumerate(zip(given, options.wanted, strict=True)):
-            argument, own, at = Argument.of(value, number, f"argument {number}", number, wanted)
-            kept = [x if p.trained else None for x, p in zip(own, at, strict=True)]
-            trees.append(argument.parameters(kept))
-            arguments.append(argument)
-            arrays += own
-            places += at
-        tree = trees[0] if options.single else tuple(trees)
+        pairs = enumerate(zip(trees, options.wanted, strict=True))
+        given = Given.of((value, f"argument {n}", n, wanted) for n, (value, wanted) in pairs)
+        arrays = given.arrays
+        tree = given.parameters((arrays[i] for i in given.trained), single=options.single)
         ranks = Ranks.of(options.names, options.mesh or _mesh(options.names, arrays))
-        shards = Shards.of(arguments, arrays, places, ranks, self._specs, single=options.single)
+        shards = Shards.of(given, ranks, options.specs, single=options.single)
         shards.require_whole()
-        init = functools.partial(self._mean.init, mesh=ranks.mesh)
+        init = dataclasses.replace(self._mean.sync, mesh=ranks.mesh).init
         sharded = any(map(len, shards.specs))
         specs = jax.tree.unflatten(jax.tree.structure(tree), shards.specs) if sharded else None
         return init_on_shards(CALLER, init, tree, specs, options.names, ranks.mesh)
@@ -260,75 +255,66 @@ class ValueAndGrad:
             )
         _require_plain(options.names)
         wanted = _positive(options.wanted, len(args))
-        arguments, arrays, places = arguments_of(self._loss_fn, args, kwargs, wanted)
-        if (found := [p for p in places if arguments[p.argument].wanted]) and not any(
-            p.trained for p in found
-        ):
+        given = Given.of_call(self._loss_fn, args, kwargs, wanted)
+        found = [p for p in given.places if given.arguments[p.argument].wanted]
+        if found and not given.trained:
             raise TypeError(
                 f"{CALLER}: {found[0].path} holds no floats, and nor does any other array of "
                 "argnums, so there is nothing to differentiate."
             )
-        mesh = options.mesh or _mesh(options.names, arrays)
-        ranks = Ranks.of(options.names, mesh)
+        ranks = Ranks.of(options.names, options.mesh or _mesh(options.names, given.arrays))
         if state is not None:
             require_rows_of(CALLER, state, ranks.world)
         how = options.has_aux, options.ratio, options.single
-        program = Program(self._loss_fn, arguments, tuple(places), ranks, *how)
-        step = self._step(program, arrays)
+        step = self._step(Program(self._loss_fn, given, ranks, *how))
         if state is not None:
             step.shards.require_whole()
-        value, grads, aux, rests, state = self._execute(step, arrays, state)
+        value, grads, aux, rests, state = self._execute(step, given.arrays, state)
         objects = [x for x in (*args, *kwargs.values()) if is_nnx(x)]
         for owner, rest in zip(objects, rests, strict=True):
             nnx().update(owner, rest)
         return (((value, aux) if options.has_aux else value), grads), state
 
-    def _step(self, program: Program, arrays: list[jax.Array]) -> _Step:
+    def _step(self, program: Program) -> _Step:
         """Traces and checks one call's program."""
-        options, ranks = self._options, program.ranks
-        whole = functools.cache(lambda: program.whole(arrays))
-
-        def is_raw_key(i: int) -> bool:
-            x, key = arrays[i], jax.eval_shape(jax.random.PRNGKey, 0)
-            raw = (x.shape, x.dtype) == (key.shape, key.dtype)
-            return raw and _compat.is_key_data(whole().jaxpr, i)
-
-        given = program.arguments, arrays, program.places
-        shards = Shards.of(*given, ranks, self._specs, single=options.single)
-        trained = [i for i, place in enumerate(program.places) if place.trained]
+        options, ranks, given = self._options, program.ranks, program.given
+        shards = Shards.of(given, ranks, options.specs, single=options.single)
+        trained = given.trained
         pairs = zip(trained, shards.dimensions, strict=True)
         cut = {i: d for i, d in pairs if d is not None}
-        traces = functools.partial(_traces, program, arrays)
-        splits = split.choose(ranks, *given, self._in_specs, cut, is_raw_key, traces)
+        asks = program.is_raw_key, program.traces
+        splits = split.choose(ranks, given, options.in_specs, cut, *asks)
         if ranks.world > 1 and all(s.dimension is None for s in splits):
             raise ValueError(
                 f"{CALLER}: nothing is split over {ranks.axis!r}, so each of its {ranks.world} "
                 f"ranks would compute the whole batch: {ranks.world} times the work. Pass the "
                 "batch as an argument of the loss. The loss closes over these arrays: "
-                f"{program.captured(whole()) or 'none'}."
+                f"{program.captured() or 'none'}."
             )
         if ranks.world > 1 and not options.trust:
-            whole()  # fails as plain jit does, if the loss is wrong
+            _ = program.whole  # fails as plain jit does, if the loss is wrong
         try:
-            part = program.part(arrays, splits)
+            part = program.part(splits)
         except Exception as error:
             known = str(error).startswith(f"{CALLER}: ")
             if ranks.world > 1 and isinstance(error, (TypeError, ValueError)) and not known:
-                program.check_constants(whole(), arrays, splits)
-                raise _of_a_part(program, arrays, splits, error) from error
+                program.check_constants(program.whole, splits)
+                raise _of_a_part(program, splits, error) from error
             raise
-        program.check_constants(part, arrays, splits)
+        program.check_constants(part, splits)
         _, aux, rests, _ = part.parts(part.jaxpr.out_avals)
         if ranks.world > 1 and not options.trust:
-            losses, (value, aux, rests, grads) = program.check(arrays, splits, part, whole())
+            losses, (value, aux, rests, grads) = program.check(splits, part)
             program.require_mean(losses, value, grads)
         outputs = program.outputs(options.aux_specs, part, aux, rests)
         if cut:
             self._mean.require_flat()
-            tree = program.parameters(shards.local(ranks, [arrays[i] for i in trained]))
+            whole = [given.arrays[i] for i in trained]
+            local = shards_of(whole, shards.specs, ranks.mesh)
+            tree = given.parameters(local, single=options.single)
             each = zip(trained, self._mean.gathers(tree, shards), strict=True)
             gathers = {i: gather for i, gather in each if gather is not None}
-            part = program.part(arrays, splits, gathers=gathers)
+            part = program.part(splits, gathers=gathers)
         elif self._mean.weights != _EXACT and ranks.world > 1:
             raise ValueError(
                 f"{CALLER}: weights={self._mean.weights} is for parameters that are sharded over "
@@ -397,7 +383,11 @@ class _Step:
                 for x, value in zip(self.part.jaxpr.jaxpr.outvars, results, strict=True)
             ]
             value, aux, rests, grads = self.part.parts(results)
-            grads, state = self.shards.reduce(self.mean, grads, state)
+            mean = functools.partial(self.mean, dimensions=self.shards.dimensions)
+            if self.shards.axes:
+                grads, state = on_shards(CALLER, mean, self.shards.specs, grads, state)
+            else:
+                grads, state = mean(grads, state, None)
             axes = Axes(ranks.names, None, ranks.world)
             done = finish(self.outputs, (aux, rests), axes)
             return value, grads, *done, state
@@ -435,38 +425,23 @@ def _folded(key: jax.Array, rank: jax.Array) -> jax.Array:
     return each.reshape(key.shape)
 
 
-def _traces(program: Program, arrays: Sequence[jax.Array], splits: Sequence[Split]) -> bool:
-    """Whether the loss can be traced for a rank's part of arrays that are split so."""
-    try:
-        program.part(arrays, splits)
-    except Exception:
-        return False
-    return True
-
-
-def _of_a_part(
-    program: Program, arrays: Sequence[jax.Array], splits: tuple[Split, ...], error: Exception
-) -> Exception:
+def _of_a_part(program: Program, splits: tuple[Split, ...], error: Exception) -> Exception:
     """Returns the error of a loss that works on the whole batch and fails on a part of it."""
-    ranks = program.ranks
+    ranks, given = program.ranks, program.given
     cut = [i for i, s in enumerate(splits) if s.dimension is not None]
-    listed = ", ".join(
-        f"{program.places[i].path} {shown(arrays[i])} in dimension {splits[i].dimension}"
-        for i in cut
-    )
+    listed = ", ".join(f"{given.shown(i)} in dimension {splits[i].dimension}" for i in cut)
 
     def others() -> Iterator[str]:
         """Yields the entries of in_specs with which the loss can be traced."""
-        for number in dict.fromkeys(program.places[i].argument for i in cut):
-            own = [i for i in cut if program.places[i].argument == number]
+        for number in dict.fromkeys(given.places[i].argument for i in cut):
+            own = [i for i in cut if given.places[i].argument == number]
             for other in (Split(), Split(0)):
                 changed = tuple(other if i in own else s for i, s in enumerate(splits))
                 whole = all(s.dimension is None for s in changed)
-                uneven = other.dimension == 0 and any(arrays[i].shape[0] % ranks.world for i in own)
-                if changed == splits or whole or uneven:
-                    continue
-                if _traces(program, arrays, changed):
-                    yield f"{program.arguments[number].name!r}: {line(ranks.spec(other.dimension))}"
+                rows = (given.arrays[i].shape[0] for i in own)
+                uneven = other.dimension == 0 and any(n % ranks.world for n in rows)
+                if not (changed == splits or whole or uneven) and program.traces(changed):
+                    yield f"{given.arguments[number].name!r}: {line(ranks.spec(other.dimension))}"
 
     remedy = (
         "If an array carries global sizes, as haliax's named arrays do, build it inside the loss. "
