@@ -38,7 +38,6 @@ from cgx_jax.transforms.checks import (
     require_type,
     require_whole,
 )
-from cgx_jax.transforms.explicit import is_outside, require_parts, step_on_ranks
 from cgx_jax.transforms.feedback import (
     Kept,
     as_gradient,
@@ -48,7 +47,15 @@ from cgx_jax.transforms.feedback import (
     require_bounded,
     scaled,
 )
-from cgx_jax.transforms.inner_axes import init_on_shards, on_shards, specs_in_types, specs_of
+from cgx_jax.transforms.inner_axes import (
+    init_on_shards,
+    is_outside,
+    on_shards,
+    require_parts,
+    specs_in_types,
+    specs_of,
+    step_on_ranks,
+)
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound, rows_of
 from cgx_jax.transforms.precondition import SecondMoment
