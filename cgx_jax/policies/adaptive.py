@@ -219,7 +219,16 @@ class Adaptive(Policy):
             "where",
         )
         averages = statistics.mean(measured)
-        self._adopt(self._agreed(averages), averages, measured.nonfinite)
+        decision = self._agreed(averages)
+        progress.current = decision.compressors
+        if progress.current not in progress.plans:
+            progress.plans.append(progress.current)
+        # Which leaves were not finite since the last look.
+        last, progress.nonfinite = progress.nonfinite, measured.nonfinite
+        struck = [bool(bad) for bad in measured.nonfinite > (0 if last is None else last)]
+        progress.history.append(
+            Refresh.of(progress.step, decision, self._subject, averages, struck)
+        )
 
     def after(self, out: Pytree, seconds: float, fresh: bool) -> None:
         """Counts a step and, when it is time, asks for the statistics in its result."""
@@ -271,21 +280,6 @@ class Adaptive(Policy):
         packed = Packed(fields["compressors"], fields["plans"])
         (compressors,) = unpack(packed, self.known, "the plan of process 0")
         return Decision(fields["outcome"], compressors, tuple(fields["leaves"]))
-
-    def _adopt(
-        self, decision: Decision, averages: dict[str, np.ndarray], nonfinite: np.ndarray
-    ) -> None:
-        """Adopts a decision; `nonfinite` are the counts in its statistics."""
-        progress = self.progress
-        progress.current = decision.compressors
-        if progress.current not in progress.plans:
-            progress.plans.append(progress.current)
-        before, progress.nonfinite = progress.nonfinite, nonfinite
-        # Which leaves were not finite since the last look.
-        struck = [bool(bad) for bad in nonfinite > (0 if before is None else before)]
-        progress.history.append(
-            Refresh.of(progress.step, decision, self._subject, averages, struck)
-        )
 
     # --- what others may see and keep.
 
