@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from cgx_jax._types import Pytree
+from cgx_jax.axes import names_of
 from cgx_jax.leaves import Leaf, path_of, same_structure, with_paths
 from cgx_jax.plan import Plan
 from cgx_jax.policies.adaptive import Adaptive
@@ -32,6 +34,11 @@ from cgx_jax.transforms.state import (
     ranks_in,
     restored,
     trees_of,
+)
+
+_INJECT = (
+    "optax.inject_hyperparams turns numbers into arrays and callables into schedules; inject the "
+    "optimizer beside it instead, such as optax.inject_hyperparams(optax.adam)(learning_rate=...)."
 )
 
 # Leaves whose shapes a message names.
@@ -55,11 +62,17 @@ class Expected(NamedTuple):
     remedy: str = OTHER_LEAVES
 
 
-def require_options(caller: str, memory: Any, precondition: Any, seed: Any) -> None:
+def require_options(
+    caller: str, axis_name: Any, mesh: Any, memory: Any, precondition: Any, seed: Any
+) -> None:
     """Raises TypeError for an option of another type, such as a class in place of an instance.
 
     Raises ValueError for a seed of which JAX would drop bits.
     """
+    if any(isinstance(n, jax.Array) for n in names_of(axis_name)):
+        raise TypeError(f"{caller}: axis_name={axis_name!r} is an array, not a name. {_INJECT}")
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"{caller}: mesh={mesh!r} is not a jax.sharding.Mesh. {_INJECT}")
     for name, value, kind, example in (
         ("memory", memory, Memory, "ErrorFeedback"),
         ("precondition", precondition, SecondMoment, "SecondMoment"),

@@ -74,7 +74,7 @@ from cgx_jax.transforms.state import (
     state_of_any_tree,
     trees_of,
 )
-from cgx_jax.transforms.wrappers import check_options, check_wrappers
+from cgx_jax.transforms.wrappers import check_wrappers
 from cgx_jax.tuning import Tuner
 
 if TYPE_CHECKING:
@@ -238,12 +238,12 @@ class Sync:
     name: str = CALLER
 
     def __post_init__(self) -> None:
-        check_options(self.name, self.axis_name, self.mesh)
+        options = self.axis_name, self.mesh, self.memory, self.precondition, self.seed
+        require_options(self.name, *options)
         if not isinstance(self.policy, Plan | Stages):
             require_policy(self.name, self.policy)
         ways_named(self.name, **self.how)
         object.__setattr__(self, "axis_name", axes_of(self.name, self.axis_name))
-        require_options(self.name, self.memory, self.precondition, self.seed)
 
     @property
     def how(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks of Optax wrappers around a transformation that reduces, and of their options."""
+"""Checks of Optax wrappers around a transformation that reduces."""
 
 from __future__ import annotations
 
@@ -6,28 +6,8 @@ import sys
 from types import FrameType
 from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh, Mesh
-
-from cgx_jax._types import AxisName
-from cgx_jax.axes import names_of
-
-_INJECT = (
-    "optax.inject_hyperparams turns numbers into arrays and callables into schedules; inject the "
-    "optimizer beside it instead, such as optax.inject_hyperparams(optax.adam)(learning_rate=...)."
-)
-
 # With opaque_mode, its optimizer gets gradients of its own call, once per step.
 _CALLED_BY_SAM = "sam.<locals>.transparent_update_fn"
-
-
-def check_options(caller: str, axis_name: AxisName, mesh: Mesh | AbstractMesh | None) -> None:
-    """Raises TypeError for an option that `optax.inject_hyperparams` turned into something else."""
-    names = names_of(axis_name)
-    if any(isinstance(n, jax.Array) for n in names):
-        raise TypeError(f"{caller}: axis_name={axis_name!r} is an array, not a name. {_INJECT}")
-    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise TypeError(f"{caller}: mesh={mesh!r} is not a jax.sharding.Mesh. {_INJECT}")
 
 
 def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
