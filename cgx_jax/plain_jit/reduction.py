@@ -20,7 +20,7 @@ from cgx_jax.route.route import Options, route
 from cgx_jax.route.run import values_of
 from cgx_jax.transforms.shares import Cut
 from cgx_jax.transforms.state import has_state
-from cgx_jax.transforms.sync_gradients import Sync
+from cgx_jax.transforms.sync_gradients import Sync, grown
 
 _WITH_STATE = (
     "call state = f.init(params) once, and (loss, grads), state = f.apply(state, params, batch) in "
@@ -57,14 +57,13 @@ class GradientMean:
 
     def require_flat(self) -> None:
         """Raises ValueError for options that parameters sharded over the axis cannot follow."""
-        given = {"reduction": self.sync.reduction, "levels": self.sync.levels}
-        name, value = next(((k, v) for k, v in given.items() if v is not None), ("", None))
-        if name:
-            raise ValueError(
-                f"{CALLER}: {name}={value!r} is for parameters that every rank has whole; those "
-                "that are sharded over the axis are gathered and scattered over all ranks at once. "
-                f"Leave {name} out."
-            )
+        for name in ("reduction", "levels"):
+            if (value := getattr(self.sync, name)) is not None:
+                raise ValueError(
+                    f"{CALLER}: {name}={value!r} is for parameters that every rank has whole; "
+                    "those that are sharded over the axis are gathered and scattered over all "
+                    f"ranks at once. Leave {name} out."
+                )
 
     def __call__(
         self,
@@ -84,13 +83,14 @@ class GradientMean:
         options = Options.resolve(CALLER, self.sync.axis_name, mean=True, **self.sync.how)
         leaves, treedef = jax.tree.flatten(grads)
         pairs = zip(leaves, dimensions, strict=True)
-        whole = [_grown(x, d, options.axes.world) for x, d in pairs]
+        whole = [grown(x, d, options.axes.world) for x, d in pairs]
         plan = self.plan(jax.tree.unflatten(treedef, whole), self.sync.policy)
         own = [i for i, d in enumerate(dimensions) if d is None]
         if own:
             taken = route(options, plan.subset(own))
             means = values_of(taken, [leaves[i] for i in own], None)
-            leaves = [dict(zip(own, means, strict=True)).get(i, x) for i, x in enumerate(leaves)]
+            for i, mean in zip(own, means, strict=True):
+                leaves[i] = mean
         return jax.tree.unflatten(treedef, leaves), None
 
     def plan(self, tree: Pytree, policy: Any) -> Plan:
@@ -121,8 +121,3 @@ class GradientMean:
             None if d is None else of(axis, exchange, *code, d, spec, shards.axes)
             for d, spec, code in zip(shards.dimensions, shards.specs, codes, strict=True)
         ]
-
-
-def _grown(x: jax.Array, dimension: int | None, world: int) -> jax.ShapeDtypeStruct:
-    shape = [n * world if d == dimension else n for d, n in enumerate(x.shape)]
-    return jax.ShapeDtypeStruct(shape, x.dtype)

@@ -557,14 +557,16 @@ def _grown(caller: str, shards: Pytree, names: tuple[str, ...], dimensions: Dime
     leaves, treedef = jax.tree.flatten(shards)
     places = dimensions_of(caller, "dimensions", dimensions, shards)
     world = Axes.resolve(caller, names, None).world
+    pairs = zip(leaves, places, strict=True)
+    return jax.tree.unflatten(treedef, [grown(x, d, world) for x, d in pairs])
 
-    def grown(x: Shaped, dimension: int) -> jax.ShapeDtypeStruct:
-        shape = list(x.shape)
-        if -len(shape) <= dimension < len(shape):  # `update` refuses any other
-            shape[dimension] *= world
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-    return jax.tree.unflatten(treedef, map(grown, leaves, places))
+def grown(x: Shaped, dimension: int | None, world: int) -> jax.ShapeDtypeStruct:
+    """Returns the whole array's shape and dtype, of which `x` is a shard along a dimension."""
+    shape = list(x.shape)
+    if dimension is not None and -len(shape) <= dimension < len(shape):  # `update` refuses others
+        shape[dimension] *= world
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
 
 def _choices(plans: list[Plan]) -> Choices:
