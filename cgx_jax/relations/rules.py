@@ -473,12 +473,10 @@ _NUMBERS = {
     reduce_or reduce_prod reduce_xor regularized_incomplete_beta rem round rsqrt shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh threefry2x32 xor
     zeta""": _Rule(_none),
-    "abs complex max min reduce_max reduce_min": _Rule(_equal),
-    "conj imag neg real": _Rule(_first, linear=True),
-    "reduce_precision": _Rule(_equal),
+    "abs complex max min reduce_max reduce_min reduce_precision": _Rule(_equal),
+    "conj imag neg real unstack": _Rule(_first, linear=True),
     "rev": _Rule(_first, linear=True, apart=_off("dimensions")),
-    "split": _Rule(_first, linear=True, apart=_off("axis")),
-    "cumsum": _Rule(_first, linear=True, apart=_off("axis")),
+    "cumsum split": _Rule(_first, linear=True, apart=_off("axis")),
     "cumlogsumexp cummax cummin cumprod": _Rule(_none, apart=_off("axis")),
     "sort top_k": _Rule(_none, apart=_off("dimension", "axis")),
     "slice": _Rule(_first, linear=True, apart=_all_there, but=("limit_indices",)),
@@ -493,7 +491,6 @@ _NUMBERS = {
         _none, apart=_alone
     ),
     "fft": _Rule(_first, linear=True, apart=_before),
-    "unstack": _Rule(_first, linear=True),
     "cholesky eig eigh householder_product lu qr svd": _Rule(_none, apart=_before, but=("shape",)),
 }
 _OTHERS: dict[Any, str] = {
