@@ -138,31 +138,26 @@ class Argument:
 
 
 class Given(NamedTuple):
-    """A call's arguments, and all their arrays with their places."""
+    """A call's arguments, and all their arrays with their places.
+
+    `single` says that argnums is one position, and no sequence.
+    """
 
     arguments: tuple[Argument, ...]
     arrays: list[Any]
     places: list[Place]
+    single: bool
 
     @classmethod
-    def of(cls, entries: Iterable[tuple[Any, ...]]) -> Given:
-        """Takes apart values, each with its name, its position and whether it is wanted."""
+    def of(cls, entries: Iterable[tuple[Any, ...]], single: bool) -> Given:
+        """Takes apart values, each with its name, its position and what is wanted of it."""
         made = [Argument.of(x, number, *rest) for number, (x, *rest) in enumerate(entries)]
         return cls(
             tuple(argument for argument, _, _ in made),
             [x for _, arrays, _ in made for x in arrays],
             [place for _, _, places in made for place in places],
+            single,
         )
-
-    @classmethod
-    def of_call(
-        cls, function: Callable[..., Pytree], args: Pytree, kwargs: Pytree, wanted: Sequence[Wanted]
-    ) -> Given:
-        """Takes apart the arguments of a call of `function`."""
-        names = names_of(function, len(args))
-        by_position = {each.position: each for each in wanted}
-        entries: list[Any] = [(x, names[i], i, by_position.get(i)) for i, x in enumerate(args)]
-        return cls.of([*entries, *((x, name, None, None) for name, x in kwargs.items())])
 
     @property
     def trained(self) -> list[int]:
@@ -177,7 +172,7 @@ class Given(NamedTuple):
         """Names an array in messages."""
         return f"{self.places[i].path} {shown(self.arrays[i])}"
 
-    def parameters(self, values: Iterable[Any], *, single: bool) -> Pytree:
+    def parameters(self, values: Iterable[Any]) -> Pytree:
         """Returns the tree of what is differentiated, from one value per trained array."""
         by_number = dict(zip(self.trained, values, strict=True))
         found = [
@@ -185,7 +180,7 @@ class Given(NamedTuple):
             for n, argument in enumerate(self.arguments)
             if argument.wanted
         ]
-        return found[0] if single else tuple(found)
+        return found[0] if self.single else tuple(found)
 
 
 def broadcast(prefix: Pytree, tree: Pytree, where: str) -> list[Any]:
@@ -240,7 +235,7 @@ def shown(x: Shaped) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def names_of(function: Callable[..., Pytree], count: int) -> list[str]:
+def argument_names(function: Callable[..., Pytree], count: int) -> list[str]:
     """Returns the names of the first `count` positional arguments."""
     try:
         parameters = list(inspect.signature(function).parameters.values())

@@ -41,16 +41,16 @@ class Shards:
     dimensions: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, given: Given, ranks: Ranks, specs: Pytree, *, single: bool) -> Shards:
+    def of(cls, given: Given, ranks: Ranks, specs: Pytree) -> Shards:
         """Takes each spec from the option `specs`, from NNX metadata or from the array.
 
-        Unless `single`, `specs` has an entry per differentiated argument, if it is no function.
+        If argnums is a sequence, `specs` has an entry for each of it, or is a function.
         """
         others = frozenset(ranks.mesh.axis_names) - set(ranks.names)
         wanted = [number for number, argument in enumerate(given.arguments) if argument.wanted]
         entries: dict[int, Any] = {}
         if is_function(specs):
-            for path, i in with_paths(given.parameters(given.trained, single=single)):
+            for path, i in with_paths(given.parameters(given.trained)):
                 entries[i] = specs(path_of(path))
                 if entries[i] is None:
                     raise TypeError(
@@ -58,7 +58,7 @@ class Shards:
                         "PartitionSpec, P() for a parameter that every device has whole."
                     )
         else:
-            each = [specs] * len(wanted) if single or specs is None else specs
+            each = [specs] * len(wanted) if given.single or specs is None else specs
             if not isinstance(each, (tuple, list)) or len(each) != len(wanted):
                 raise ValueError(
                     f"{CALLER}: specs={specs!r} must be a tuple with one entry for each of the "

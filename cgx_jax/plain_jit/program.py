@@ -89,7 +89,6 @@ class Program:
     ranks: Ranks
     has_aux: bool
     ratio: bool
-    single: bool
 
     @functools.cached_property
     def whole(self) -> Traced:
@@ -193,7 +192,7 @@ class Program:
             marks = [jnp.ones((), dtype)]
         value = cast(value, dtype)
         (grads,) = pull(tuple(cast(m, x.dtype) for m, x in zip(marks, losses, strict=True)))
-        return value, losses, (aux, rests, self.given.parameters(grads, single=self.single))
+        return value, losses, (aux, rests, self.given.parameters(grads))
 
     def _gathered(self, arrays: Sequence[jax.Array], gathers: Mapping[int, Gather]) -> Pytree:
         """Returns what `_call` does, of whole parameters in the place of shards."""

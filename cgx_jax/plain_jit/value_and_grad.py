@@ -23,6 +23,7 @@ from cgx_jax.plain_jit.arguments import (
     CALLER,
     Given,
     Wanted,
+    argument_names,
     is_nnx,
     line,
     nnx,
@@ -230,11 +231,11 @@ class ValueAndGrad:
                 f"{len(options.wanted)} arguments; pass one tree for each."
             )
         pairs = enumerate(zip(trees, options.wanted, strict=True))
-        given = Given.of((value, f"argument {n}", n, wanted) for n, (value, wanted) in pairs)
-        arrays = given.arrays
-        tree = given.parameters((arrays[i] for i in given.trained), single=options.single)
-        ranks = Ranks.of(options.names, options.mesh or _mesh(options.names, arrays))
-        shards = Shards.of(given, ranks, options.specs, single=options.single)
+        entries = ((value, f"argument {n}", n, wanted) for n, (value, wanted) in pairs)
+        given = Given.of(entries, options.single)
+        tree = given.parameters(given.arrays[i] for i in given.trained)
+        ranks = Ranks.of(options.names, options.mesh or _mesh(options.names, given.arrays))
+        shards = Shards.of(given, ranks, options.specs)
         shards.require_whole()
         init = dataclasses.replace(self._mean.sync, mesh=ranks.mesh).init
         sharded = any(map(len, shards.specs))
@@ -254,8 +255,11 @@ class ValueAndGrad:
                 "value_and_grad inside the step."
             )
         _require_plain(options.names)
-        wanted = _positive(options.wanted, len(args))
-        given = Given.of_call(self._loss_fn, args, kwargs, wanted)
+        names = argument_names(self._loss_fn, len(args))
+        wanted = {each.position: each for each in _positive(options.wanted, len(args))}
+        entries: list[Any] = [(x, names[i], i, wanted.get(i)) for i, x in enumerate(args)]
+        entries += [(x, name, None, None) for name, x in kwargs.items()]
+        given = Given.of(entries, options.single)
         found = [p for p in given.places if given.arguments[p.argument].wanted]
         if found and not given.trained:
             raise TypeError(
@@ -265,8 +269,8 @@ class ValueAndGrad:
         ranks = Ranks.of(options.names, options.mesh or _mesh(options.names, given.arrays))
         if state is not None:
             require_rows_of(CALLER, state, ranks.world)
-        how = options.has_aux, options.ratio, options.single
-        step = self._step(Program(self._loss_fn, given, ranks, *how))
+        program = Program(self._loss_fn, given, ranks, options.has_aux, options.ratio)
+        step = self._step(program)
         if state is not None:
             step.shards.require_whole()
         value, grads, aux, rests, state = self._execute(step, given.arrays, state)
@@ -278,7 +282,7 @@ class ValueAndGrad:
     def _step(self, program: Program) -> _Step:
         """Traces and checks one call's program."""
         options, ranks, given = self._options, program.ranks, program.given
-        shards = Shards.of(given, ranks, options.specs, single=options.single)
+        shards = Shards.of(given, ranks, options.specs)
         trained = given.trained
         pairs = zip(trained, shards.dimensions, strict=True)
         cut = {i: d for i, d in pairs if d is not None}
@@ -311,7 +315,7 @@ class ValueAndGrad:
             self._mean.require_flat()
             whole = [given.arrays[i] for i in trained]
             local = shards_of(whole, shards.specs, ranks.mesh)
-            tree = given.parameters(local, single=options.single)
+            tree = given.parameters(local)
             each = zip(trained, self._mean.gathers(tree, shards), strict=True)
             gathers = {i: gather for i, gather in each if gather is not None}
             part = program.part(splits, gathers=gathers)
