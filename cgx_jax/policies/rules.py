@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -80,14 +79,12 @@ class Rule:
 
     def matches(self, leaf: Leaf) -> bool:
         """Whether every condition holds for `leaf`."""
-        return (
-            (self.path is None or re.search(self.path, leaf.path) is not None)
-            and self.min_size <= leaf.size <= (math.inf if self.max_size is None else self.max_size)
-            and self.min_ndim
-            <= len(leaf.shape)
-            <= (math.inf if self.max_ndim is None else self.max_ndim)
-            and (self.dtype is None or leaf.dtype == self.dtype)
-        )
+        size = leaf.size, self.min_size, self.max_size
+        ndim = len(leaf.shape), self.min_ndim, self.max_ndim
+        if any(n < least or (most is not None and n > most) for n, least, most in (size, ndim)):
+            return False
+        found = self.path is None or re.search(self.path, leaf.path) is not None
+        return found and (self.dtype is None or leaf.dtype == self.dtype)
 
     def __str__(self) -> str:
         said = [
