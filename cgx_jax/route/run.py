@@ -219,8 +219,7 @@ def _run_exact(route: Route, values: list[Any]) -> None:
     known = [i for i in exact if isinstance(values[i], bool | int | float | complex)]
     arrays = [i for i in exact if i not in known]
     given = [values[i] for i in arrays]
-    how = {"mean": options.mean, "floats": options.floats}
-    summed = options.collective.exact(axes, given, **how)
+    summed = options.collective.exact(axes, given, mean=options.mean, floats=options.floats)
     if options.collective is not Collective.REDUCE_SCATTER:
         checksums.compare(options.name, axes, summed)
     for i, x in zip(arrays, summed, strict=True):
