@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.interpreters import batching, mlir, xla
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 T = TypeVar("T")
@@ -51,6 +51,12 @@ def axis_types(x: Any) -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
+def explicit_axes(mesh: Mesh | AbstractMesh) -> set[str]:
+    """Returns the axes of a mesh over which types say how a value is sharded."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in pairs if kind == AxisType.Explicit}
+
+
 def explicit_spec(where: str, x: Any) -> PartitionSpec:
     """Returns the spec in a leaf's type; raises ValueError unless it says all about its mesh."""
     types = axis_types(x)
@@ -72,19 +78,11 @@ def explicit_spec(where: str, x: Any) -> PartitionSpec:
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
-    """Returns the sharding in the type of `x` if its mesh has only explicit axes, or None."""
+    """Returns the sharding over explicit axes in the type of `x`; None inside shard_map."""
     mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
-    if mesh is None or mesh.empty or set(mesh.axis_types) != {AxisType.Explicit}:
+    if mesh is None or AxisType.Manual in mesh.axis_types or not explicit_axes(mesh):
         return None
     return jax.typeof(x).sharding
-
-
-def sharding_in_type(x: Any, mesh: Mesh) -> NamedSharding | None:
-    """Returns the sharding of an array or a shape on explicit axes like `mesh`'s, or None."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != mesh.shape:
-        return None
-    return sharding if set(sharding.mesh.axis_types) == {AxisType.Explicit} else None
 
 
 def is_sum(mat: Any) -> bool:
@@ -158,6 +156,31 @@ batching.primitive_batchers[_same_everywhere_p] = lambda args, dims: (
     same_everywhere(args[0].max(dims[0])),
     None,
 )
+
+
+def outside_vmap(caller: str, x: T, *, retypes: bool) -> T:
+    """Returns `x`, to be passed to a shard_map; raises ValueError where vmap cannot map that.
+
+    JAX maps no shard_map whose operands or results, if it `retypes`, are `reduced` or `unreduced`.
+    It gathers a mapped dimension that is sharded.
+    """
+    return _outside_vmap_p.bind(x, caller=caller, retypes=retypes)
+
+
+def _mapped(args: Any, dims: Any, *, caller: str, retypes: bool) -> Any:
+    spec = jax.typeof(args[0]).sharding.spec
+    cut = [*spec.partitions, *[None] * args[0].ndim][dims[0]]
+    if retypes or spec.unreduced or spec.reduced or cut:
+        why = f"is sharded over {cut!r}" if cut else "goes with unreduced or reduced types"
+        raise ValueError(
+            f"{caller}: jax.vmap maps a dimension that {why}, which JAX cannot map over devices; "
+            "make this call outside of vmap, on the stacked arrays."
+        )
+    return _outside_vmap_p.bind(*args, caller=caller, retypes=retypes), dims[0]
+
+
+_outside_vmap_p = identity("cgx_outside_vmap")
+batching.primitive_batchers[_outside_vmap_p] = _mapped
 
 
 def result_aval(shape: Sequence[int], dtype: DTypeLike, like: Any) -> jax.core.ShapedArray:

@@ -551,6 +551,49 @@ def test_explicit_meshes(how, split):
     check_close(got, want)
 
 
+TYPES = {n: dict(zip(AXES, kinds, strict=True)) for n, kinds in {
+    "fsdp is explicit": (AxisType.Auto, AxisType.Explicit, AxisType.Auto),
+    "model is explicit": (AxisType.Auto, AxisType.Auto, AxisType.Explicit),
+    "replica is explicit": (AxisType.Explicit, AxisType.Auto, AxisType.Auto),
+}.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_meshes_with_axes_of_two_types(types):
+    """Types say how a parameter is sharded over some axes only, and specs over all."""
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=tuple(types.values()))
+    w, x, _ = jax.device_get((case()[1]["head"], *case()[2:]))
+
+    def loss(w, x):
+        explicit = types["replica"] == AxisType.Explicit
+        at = drop_manual_axes(P("replica" if explicit else None))
+        return jnp.mean(jnp.tanh(jnp.einsum("bd,de->be", x, w, out_sharding=at)) ** 2)
+
+    with jax.set_mesh(mesh):
+        w = jax.device_put(w, NamedSharding(mesh, SPECS["head"]))
+        x = jax.device_put(x, NamedSharding(mesh, P("replica")))
+        want = jax.jit(jax.value_and_grad(loss))(w, x)
+        how = {"exchange": "xla", "memory": ErrorFeedback()}
+        f = cgx_jax.value_and_grad(loss, "replica", Q8, specs=SPECS["head"], **how)
+        got, state = jax.jit(f.apply)(f.init(w), w, x)
+        assert got[1].sharding.spec == SPECS["head"]
+        assert state.memory[0].sharding.spec == P("replica", *SPECS["head"])
+        check_close(got, want)
+        f = cgx_jax.value_and_grad(loss, "replica", Q8, **how)
+        with pytest.raises(ValueError, match="jit hides how w is sharded over them; pass specs="):
+            jax.jit(f.apply)(state, w, x)
+
+
+def test_a_state_on_a_mesh_keeps_its_shards():
+    mesh, params, *_ = case()
+    at = {"specs": SPECS, "mesh": mesh}
+    state = cgx_jax.sync_gradients("replica", Q8, memory=ErrorFeedback(), **at).init(params)
+    placed = jax.device_put(jax.device_get(state), cgx_jax.state_shardings(state, "replica", mesh))
+    same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)  # noqa: E731
+    assert all(jax.tree.leaves(jax.tree.map(same, placed, state)))
+    assert placed.memory[0]["head"].sharding.spec == P("replica", *SPECS["head"])
+
+
 def scanned_loss(w, x):
     return jnp.mean(lax.scan(lambda x, row: (jnp.tanh(x * row), None), x, w)[0] ** 2)
 

@@ -445,6 +445,55 @@ def test_shards_over_the_axis_of_the_reduction_have_no_memory(two, spec):
         cgx_jax.sync_gradients("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW).init(params)
 
 
+def stacked(f, spec):
+    """Maps `f` over 4 matrices that are sharded so."""
+    return jax.vmap(f)(jax.device_put(normal(1, 4, 64, 64), spec))
+
+
+def gradient_at(w):
+    x = jax.device_put(normal(0, 16, 64), P("data"))
+    return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(cgx_jax.reduced(w, "data", Q8))
+
+
+MAPPED = {
+    "a sharded dimension": (
+        lambda: stacked(lambda w: cgx_jax.reshard(w, P(), Q8, **HOW), P("model", "data")),
+        "reshard: jax.vmap maps a dimension that is sharded over 'model'",
+    ),
+    "to reduced": (
+        lambda: stacked(
+            lambda w: cgx_jax.reshard(w, P(None, None, reduced=D), Q8, **HOW), P(None, "data")
+        ),
+        "reshard: jax.vmap maps a dimension that goes with unreduced or reduced types",
+    ),
+    "from unreduced": (
+        lambda: stacked(lambda w: cgx_jax.reshard(gradient_at(w), P(), Q8, **HOW), P()),
+        "reshard: jax.vmap maps a dimension that goes with unreduced",
+    ),
+    "of sync_gradients": (
+        lambda: stacked(
+            lambda w: cgx_jax.sync_gradients("data", Q8, **HOW).update(
+                gradient_at(w), cgx_jax.sync_gradients("data", Q8).init(w)
+            )[0],
+            P(),
+        ),
+        "sync_gradients: jax.vmap maps a dimension that goes with unreduced",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MAPPED)
+def test_what_jax_cannot_map_is_refused(two, case):
+    call, says = MAPPED[case]
+    with pytest.raises(ValueError, match=says):
+        jax.jit(call)()
+
+
+def test_a_dimension_of_all_devices_is_mapped(two):
+    got = stacked(lambda w: cgx_jax.reshard(w, P(), Q8, **HOW), P(None, "data"))
+    np.testing.assert_allclose(got, normal(1, 4, 64, 64), atol=0.02)
+
+
 def auto_mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 

@@ -204,6 +204,8 @@ class _Group:
     def compressed(self, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
         """Returns the leaves where they should be, by the collective inside a shard_map."""
         data = None if key is None else jax.random.key_data(key)
+        marks = self.move.marks
+        leaves = [_compat.outside_vmap(_NAME, x, retypes=marks) for x in leaves]
         mapped = jax.shard_map(
             functools.partial(self._inside, None if key is None else jax.random.key_impl(key)),
             mesh=self.mesh,

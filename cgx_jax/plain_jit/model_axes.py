@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cgx_jax import _compat
 from cgx_jax._types import Pytree
 from cgx_jax.leaves import is_function, path_of, with_paths
 from cgx_jax.plain_jit.arguments import (
@@ -142,8 +143,9 @@ def _spec(given: Given, i: int, entry: Any, ranks: Ranks) -> PartitionSpec:
             "have NamedShardings."
         )
     spec = entry if entry is not None and len(entry) else known_spec(x, mesh)
-    hidden = entry is None and spec is None and isinstance(x, jax.core.Tracer)
-    if hidden and mesh.size > ranks.world:
+    explicit = set() if spec is None else _compat.explicit_axes(mesh)
+    unseen = {n for n, size in mesh.shape.items() if size > 1} - {*ranks.names} - explicit
+    if entry is None and unseen and isinstance(x, jax.core.Tracer):
         raise ValueError(
             f"{CALLER}: the mesh has axes besides {ranks.axis!r}, and jit hides how {place.path} "
             "is sharded over them; pass specs=, a tree of PartitionSpecs like params, or the "

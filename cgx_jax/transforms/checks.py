@@ -160,7 +160,9 @@ def check_state(
     require_count(caller, "skipped", state.skipped)
     kept, trees = kept_by(memory), trees_of(state.memory)
     if len(trees) != kept:
-        raise _of_other_options(caller, f"{len(trees)} arrays per leaf", f"{memory} keeps {kept}")
+        raise _of_other_options(
+            caller, f"{len(trees)} arrays per leaf", f"memory={memory} keeps {kept}"
+        )
     if memory is not None and memory.in_rates != isinstance(state.memory, InRates):
         held = "of gradients" if memory.in_rates else "of gradients times learning rates"
         has = f"{type(memory).__name__} has {'a' if memory.in_rates else 'no'} learning_rate"

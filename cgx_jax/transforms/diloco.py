@@ -32,7 +32,13 @@ from cgx_jax.transforms.checks import (
     require_rows,
     require_type,
 )
-from cgx_jax.transforms.inner_axes import init_on_shards, shards_of, specs_in_types, specs_of
+from cgx_jax.transforms.inner_axes import (
+    at_specs,
+    init_on_shards,
+    shards_of,
+    specs_in_types,
+    specs_of,
+)
 from cgx_jax.transforms.own_rows import as_rows, axes_of, is_bound, own_row, rows_of
 from cgx_jax.transforms.state import Fragment, LocalState, is_any_tree, sync_states
 from cgx_jax.transforms.sync_gradients import Sync
@@ -314,7 +320,8 @@ class _Workers:
 
         if self.every == 1:
             change, ahead, state, synced = arrive()
-            return change, ahead, Fragment(synced, state)
+            specs = jax.tree.leaves(part.sync.specs) or None
+            return change, at_specs(ahead, specs), Fragment(synced, state)
         due = (number % self.every) == part.offset
         left = after(fragment.left, moved) if self.delay else jnp.int32(0)
         arrives = left == 1 if self.delay else due

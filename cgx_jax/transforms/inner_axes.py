@@ -164,25 +164,39 @@ def _placed(
     pairs = zip(leaves_of(params), specs_of(caller, specs, params, names, mesh), strict=True)
     ends = [(f"/{leaf.path}".rstrip("/"), leaf.shape, spec) for leaf, spec in pairs]
     known = sorted(ends, key=lambda end: -len(end[0]))
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-    def of_type(kind: AxisType, spec: PartitionSpec, ndim: int) -> NamedSharding:
-        entries = axes_by_dimension(spec, ndim)
-        kept = [tuple(n for n in names if types[n] == kind) for names in entries]
-        return NamedSharding(mesh, PartitionSpec(*kept))
 
     def place(path: Any, x: jax.Array, row: PartitionSpec) -> jax.Array:
         name, shape = f"/{path_of(path)}", x.shape[len(row) :]
         own = (s for end, like, s in known if like == shape and name.endswith(end))
-        spec = PartitionSpec(*row, *next(own, _REPLICATED))
-        if AxisType.Explicit in types.values():
-            x = jax.reshard(x, of_type(AxisType.Explicit, spec, x.ndim))
-        if AxisType.Auto in types.values():
-            x = lax.with_sharding_constraint(x, of_type(AxisType.Auto, spec, x.ndim))
-        return x
+        return _at(x, PartitionSpec(*row, *next(own, _REPLICATED)), mesh)
 
     axis: Any = names if len(names) > 1 else names[0]
     return map_with_paths(place, state, state_specs(state, axis))
+
+
+def _at(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> jax.Array:
+    """Returns `x` sharded over the axes of `mesh` that are not manual as `spec` says."""
+    kinds: list[tuple[AxisType, Callable[..., jax.Array]]] = [
+        (AxisType.Explicit, jax.reshard),
+        (AxisType.Auto, lax.with_sharding_constraint),
+    ]
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for kind, place in kinds:
+        if kind in types.values():
+            kept = [tuple(n for n in e if types[n] == kind) for e in axes_by_dimension(spec)]
+            x = place(x, NamedSharding(mesh, PartitionSpec(*kept)))
+    return x
+
+
+def at_specs(tree: Pytree, specs: Pytree) -> Pytree:
+    """Returns arrays sharded as `specs` say, over the axes that are not manual; None: as they are.
+
+    XLA shards what is computed from its operands, but constants as it likes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if specs is None or mesh.empty:
+        return tree
+    return jax.tree.map(lambda x, spec: _at(x, spec, mesh), tree, specs)
 
 
 def on_shards(
@@ -212,7 +226,7 @@ def on_shards(
         memory = tuple(jax.tree.unflatten(treedef, rows) for _ in trees_of(state.memory))
         kept = kept._replace(memory=as_memory(memory, isinstance(state.memory, InRates)))
     if axes & set(mesh.explicit_axes):  # there, what enters must be typed as in_specs say
-        updates, state = jax.tree.map(jax.reshard, (updates, state), (like, kept))
+        updates, state = at_specs((updates, state), (like, kept))
     means, after = jax.shard_map(
         lambda updates, state: step(updates, state, cuts),
         in_specs=(like, kept),
@@ -242,6 +256,7 @@ def step_on_ranks(
     state that does not have its row on each rank.
     """
     leaves, treedef = jax.tree.flatten(updates)
+    leaves = [_compat.outside_vmap(caller, x, retypes=False) for x in leaves]
     mesh = jax.sharding.get_abstract_mesh()
     world = math.prod(mesh.shape[n] for n in names)
     before: list[PartitionSpec] = []
@@ -295,7 +310,7 @@ def step_on_ranks(
         local,
         in_specs=(jax.tree.unflatten(treedef, before), kept),
         out_specs=(jax.tree.unflatten(treedef, after), kept),
-    )(updates, state)
+    )(jax.tree.unflatten(treedef, leaves), state)
 
 
 def require_parts(caller: str, names: tuple[str, ...], updates: Pytree, policy: Any) -> None:

@@ -159,9 +159,9 @@ def state_specs(state: Pytree, axis_name: AxisName) -> Pytree:
 def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
     """Returns NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings, restoring.
 
-    `state` is as in `state_specs`. It may hold more than the optimizer's state, such as parameters,
-    which are replicated. What has a sharding on explicit axes in its type keeps that, as
-    `jax.eval_shape(tx.init, params)` has for parameters with one; but rows are always split. Raises
+    `state` is as in `state_specs`. It may hold more than the optimizer's state, such as parameters.
+    An array on a mesh like `mesh` keeps its sharding, and so does a shape that `jax.eval_shape`
+    gives on explicit axes; everything else is replicated, and rows are always split. Raises
     ValueError for an axis that is not in the mesh, for memories of a different number of ranks than
     the axis has on the mesh, and for a state that was restored without a target.
     """
@@ -187,12 +187,12 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
                 f"{caller}: {where} is the memory of {found} ranks, but axis {axis_name!r} of "
                 f"this mesh has {world}; each rank has its own. {remedy}"
             )
-        typed = _compat.sharding_in_type(x, mesh)
-        if typed is not None:
+        known = getattr(x, "sharding", None)
+        if isinstance(known, NamedSharding) and known.mesh.shape == mesh.shape:
             # Rows that lie on every rank, as in a state that was restored so, are split.
-            rest = PartitionSpec(*typed.spec[1:])
+            rest = PartitionSpec(*known.spec.partitions[1:])
             mine = any({*names} & {*entry} for entry in axes_by_dimension(rest))
-            spec = PartitionSpec(axis_name, *(() if mine else rest)) if len(spec) else typed.spec
+            spec = PartitionSpec(axis_name, *(() if mine else rest)) if len(spec) else known.spec
         return NamedSharding(mesh, spec)
 
     specs = state_specs(state, axis_name)
