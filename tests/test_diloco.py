@@ -308,6 +308,16 @@ def test_a_worker_may_be_several_devices(types, said, options):
         assert x.addressable_shards[0].data.size == x.size // (2 * WORLD)
 
 
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=str)
+def test_workers_that_meet_in_every_step_keep_their_shards(types):
+    over = mesh_of_pairs(types, types)
+    with jax.set_mesh(over):
+        tx = of_pairs(over, Quantize(8), every=1, specs=SHARDED if types == AUTO else None)
+        *_, state = trained(tx, steps=1, over=over)
+    for x in jax.tree.leaves(state.moved):
+        assert x.addressable_shards[0].data.size == x.size // (2 * WORLD)
+
+
 def test_shards_are_encoded_where_they_lie():
     over = mesh_of_pairs(AUTO, AUTO)
     sent = []
