@@ -15,7 +15,9 @@ sum in the Euclidean norm, but no times.
 """
 
 import argparse
+import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,13 +25,13 @@ import numpy as np
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process
+from all_reduce import Ranks, run
 from alpha_beta import REDUCTIONS, sent
 from cgx_jax.tuning.link_timer import gradient, size_text
 
 
-def parse_arguments() -> argparse.Namespace:
-    return measure.parser(
+def main() -> int:
+    arguments = measure.parser(
         __doc__,
         sizes="4k,32k,256k,1M,4M,25M,100M,256M",
         worlds="2,4,8",
@@ -40,66 +42,55 @@ def parse_arguments() -> argparse.Namespace:
         exchange="xla",
         reductions=",".join(REDUCTIONS),
     ).parse_args()
-
-
-def main() -> int:
-    arguments = parse_arguments()
     worlds = [int(world) for world in arguments.worlds.split(",")]
-    sizes = [measure.size_in_bytes(size) for size in arguments.sizes.split(",")]
     if arguments.rate == "none":
+        sizes = [measure.size_in_bytes(size) for size in arguments.sizes.split(",")]
         rows = [r for w in worlds for size in sizes for r in errors(w, size // 4, arguments.bits)]
         measure.write_json(arguments.json, rows)
         return 0
-    if rank_of_process() is None:
-        cells = ((w, arguments.rate, {"worlds": w}) for w in worlds)
-        return measure.launch(arguments, cells, mpi=arguments.exchange == "mpi")
-    ranks = Ranks(worlds[0])
-    rows = []
-    for size in sizes:
-        rows += compare(ranks, size // 4, arguments)
-        if ranks.first:  # after every size, so that a run that is stopped leaves what it has
-            measure.write_json(arguments.json, rows)
-    return 0
+    cells = ((w, arguments.rate, {"worlds": w}) for w in worlds)
+    text = functools.partial(line, arguments.reductions.split(",")[0])
+    return run(arguments, cells, compare, text, mpi=arguments.exchange == "mpi")
 
 
-def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times psum and the reductions on f32[values] per rank; returns one row per reduction."""
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times psum and the reductions; yields one row per size and reduction."""
     exchange, reductions = arguments.exchange, arguments.reductions.split(",")
     compressor = cgx_jax.Quantize(arguments.bits)
     how = [ranks.all_reduce(compressor, exchange, reduction=name) for name in reductions]
     functions = [ranks.psum, *how]
-    x = ranks.place(gradient, values)
-    results = [np.asarray(f(x).addressable_data(0)) for f in functions]
-    # Every process sees the times of the slowest ranks, so all choose the same number of repeats.
-    once = float(ranks.seconds(functions, x, 1).sum())
-    seconds = ranks.seconds(functions, x, int(np.clip(arguments.seconds / once, 5, arguments.reps)))
-    rows = []
-    for i, name in enumerate(reductions, 1):
-        error = np.linalg.norm(results[i] - results[0]) / np.linalg.norm(results[0])
-        row = {
-            "bytes": 4 * values,
-            "world": ranks.world,
-            "links": arguments.rate,
-            "bits": arguments.bits,
-            "exchange": exchange,
-            "reduction": name,
-            "seconds": measure.quartiles(seconds[:, i]),
-            "over_psum": measure.quartiles(seconds[:, 0] / seconds[:, i]),
-            "ratio": measure.quartiles(seconds[:, 1] / seconds[:, i]),
-            "sent": sent(name, values, ranks.world, arguments.bits),
-            "relative_error": float(error),
-        }
-        rows.append(row)
-        if ranks.first:
-            low, middle, high = row["ratio"]
-            print(
-                f"{ranks.world} ranks {exchange} {size_text(4 * values):>8} {name:<15}"
-                f" {row['seconds'][1] * 1e3:8.2f} ms  {middle:.2f} ({low:.2f}-{high:.2f}) of"
-                f" {reductions[0]}'s speed, {row['over_psum'][1]:.2f} of psum's;"
-                f" {row['sent']:>10,} bytes, relative error {error:.4f}",
-                flush=True,
-            )
-    return rows
+    for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
+        values = size // 4
+        x = ranks.place(gradient, values)
+        results = [np.asarray(f(x).addressable_data(0)) for f in functions]
+        # Every process sees the times of the slowest ranks, so all choose the same repeats.
+        once = float(ranks.seconds(functions, x, 1).sum())
+        reps = int(np.clip(arguments.seconds / once, 5, arguments.reps))
+        seconds = ranks.seconds(functions, x, reps)
+        for i, name in enumerate(reductions, 1):
+            error = np.linalg.norm(results[i] - results[0]) / np.linalg.norm(results[0])
+            yield {
+                "bytes": 4 * values,
+                "world": ranks.world,
+                "links": arguments.rate,
+                "bits": arguments.bits,
+                "exchange": exchange,
+                "reduction": name,
+                "seconds": measure.quartiles(seconds[:, i]),
+                "over_psum": measure.quartiles(seconds[:, 0] / seconds[:, i]),
+                "ratio": measure.quartiles(seconds[:, 1] / seconds[:, i]),
+                "sent": sent(name, values, ranks.world, arguments.bits),
+                "relative_error": float(error),
+            }
+
+
+def line(first: str, row: dict[str, Any]) -> str:
+    return (
+        f"{row['world']} ranks {row['exchange']} {size_text(row['bytes']):>8}"
+        f" {row['reduction']:<15} {row['seconds'][1] * 1e3:8.2f} ms "
+        f" {measure.spread(row['ratio'])} of {first}'s speed, {row['over_psum'][1]:.2f} of"
+        f" psum's; {row['sent']:>10,} bytes, relative error {row['relative_error']:.4f}"
+    )
 
 
 def errors(world: int, values: int, bits: int) -> list[dict[str, Any]]:

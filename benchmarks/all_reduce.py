@@ -22,7 +22,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,23 +40,13 @@ METHODS = ("psum", "cast", "xla", "mpi", "auto")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--sizes",
-        default="1M,4M,25M",
-        help="fp32 bytes per rank, with k, M, G (default %(default)s)",
-    )
+    parser = measure.parser(__doc__, sizes="1M,4M,25M", reps=11, world=4)
     parser.add_argument("--methods", default="psum,xla", help="list (default %(default)s)")
     parser.add_argument("--bits", default="4", help="list, 1 to 8 (default %(default)s)")
     parser.add_argument("--bucket-size", type=int, default=512)
-    parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
-    parser.add_argument("--world", type=int, default=4, help="ranks (default %(default)s)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--processes", type=int, metavar="N", help="N processes over loopback")
     how.add_argument("--rate", help="processes over shaped links: 1gbit, 100mbit, unlimited, ...")
-    measure.add_json_option(parser)
     arguments = parser.parse_args()
     arguments.sizes = [measure.size_in_bytes(size) for size in arguments.sizes.split(",")]
     arguments.bits = [int(bits) for bits in arguments.bits.split(",")]
@@ -69,11 +59,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
-        command = [sys.executable, *sys.argv]
         if arguments.rate:
-            mpi = "mpi" in arguments.methods
-            return rig.run(arguments.world, arguments.rate, command, timeout=3600, mpi=mpi)
+            cell = arguments.world, arguments.rate, {}
+            return measure.launch(arguments, [cell], mpi="mpi" in arguments.methods)
         if arguments.processes:
+            command = [sys.executable, *sys.argv]
             return rig.run_ranks(arguments.processes, command, timeout=3600)
     ranks = Ranks(arguments.world)
     rows = []
@@ -100,7 +90,8 @@ def rank_of_process() -> int | None:
 class Ranks(LinkTimer):
     """The ranks of this run, one device each: all in this process, or one in each of several."""
 
-    def __init__(self, world: int):
+    def __init__(self, world: int = 1):
+        """`world` counts the devices of a single process."""
         jax.config.update("jax_platforms", "cpu")
         self.distributed = rank_of_process() is not None
         if "PMI_RANK" in os.environ:  # started by mpiexec: "auto" uses MPI only if it is loaded
@@ -135,52 +126,98 @@ class Ranks(LinkTimer):
                 sample[i] = self.timed(calls[i])
         return dict(zip(steps, agreement.maximum(samples).T, strict=True))
 
+    def in_order(
+        self, functions: Sequence[Callable], x: Any, reps: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns f64[reps, functions]: the slowest rank's seconds, and the most sent bytes.
+
+        In every repeat all functions run one after the other. A first round is a warm-up.
+        """
+        samples = [[self._measured(f, x) for f in functions] for _ in range(reps + 1)]
+        seconds, sent = np.moveaxis(agreement.maximum(np.array(samples[1:])), -1, 0)
+        return seconds, sent
+
+    def _measured(self, function: Callable, x: Any) -> tuple[float, int]:
+        """Returns the seconds and sent bytes of one call, which all ranks begin together."""
+        self.barrier()
+        self.barrier()  # by now the stragglers of the first barrier have arrived
+        before = rig.sent_bytes()
+        start = time.perf_counter()
+        function(x).block_until_ready()
+        seconds = time.perf_counter() - start
+        self.barrier()
+        return seconds, rig.sent_bytes() - before
+
+    def relink(self, rate: str) -> None:
+        """All links have `rate` from here on."""
+        self.barrier()
+        if self.first:
+            rig.shape(rate)
+        self.barrier()
+
+
+def run(
+    arguments: argparse.Namespace,
+    cells: Iterable[Any],
+    compare: Callable[[Ranks, argparse.Namespace], Iterable[dict[str, Any]]],
+    line: Callable[[dict[str, Any]], str],
+    cell: Sequence[str] = (),
+    **how: Any,
+) -> int:
+    """Runs a benchmark: starts the ranks of every one of `cells` with `measure.launch`, or is one.
+
+    A rank yields rows from compare(ranks, arguments). The first rank prints the `line` of each, and
+    writes the rows so far: with `cell` by `measure.add_json`.
+    """
+    if rank_of_process() is None:
+        return measure.launch(arguments, cells, **how)
+    ranks = Ranks()
+    rows = []
+    for row in compare(ranks, arguments):
+        rows.append(row)
+        if ranks.first:
+            print(line(row), flush=True)
+            if cell:
+                measure.add_json(arguments.json, row, cell)
+            else:
+                measure.write_json(arguments.json, rows)
+    return 0
+
 
 def compare(
     ranks: Ranks, values: int, compressor: cgx_jax.Quantize, methods: list[str], reps: int
 ) -> list[dict[str, Any]]:
     """Times the methods on f32[values] per rank; returns one row per method."""
     x = ranks.place(gradient, values)
-    functions = [ranks.psum, *(reduction(ranks, method, compressor) for method in methods[1:])]
+    functions = [ranks.psum]
+    for method in methods[1:]:
+        exchange = "xla" if method == "cast" else method
+        functions.append(ranks.all_reduce(sent_as(method, compressor), exchange))
     wrong = check(ranks, values, compressor, methods, [function(x) for function in functions])
 
-    samples = np.empty((reps, len(methods), 2))
-    for rep in range(-1, reps):  # one round of warm-up
-        for method, function in enumerate(functions):
-            samples[rep, method] = timed(ranks, function, x)
-    seconds, sent = np.moveaxis(agreement.maximum(samples), -1, 0)
+    seconds, sent = ranks.in_order(functions, x, reps)
     ring = 2 * (ranks.world - 1) * 4 * values / ranks.world
     rows = []
     for i, method in enumerate(methods):
-        row = row_of(ranks, values, compressor, method, seconds[:, [0, i]], sent[:, i], wrong[i])
-        plan = cgx_jax.Plan.build(
-            jax.ShapeDtypeStruct((values,), np.float32), sent_as(method, compressor)
-        )
-        row["arithmetic_bytes"] = ring if method == "psum" else plan.wire_bytes(ranks.world)
+        like = jax.ShapeDtypeStruct((values,), np.float32)
+        plan = cgx_jax.Plan.build(like, sent_as(method, compressor))
+        row = {
+            "bytes": 4 * values,
+            "method": method,
+            "bits": {"psum": 32, "cast": 16}.get(method, compressor.bits),
+            "bucket_size": compressor.bucket_size,
+            "reps": reps,
+            **bench.figures(ranks.world, 4 * values, seconds[:, 0], seconds[:, i]),
+            "sent_bytes": float(np.median(sent[:, i])) if ranks.distributed else None,
+            "wrong": wrong[i],
+            "arithmetic_bytes": ring if method == "psum" else plan.wire_bytes(ranks.world),
+        }
         rows.append(row)
     return rows
 
 
 def sent_as(method: str, compressor: cgx_jax.Quantize) -> cgx_jax.compressors.Compressor:
     return cgx_jax.Cast(jnp.bfloat16) if method == "cast" else compressor
-
-
-def reduction(ranks: Ranks, method: str, compressor: cgx_jax.Quantize) -> Callable:
-    """Returns the method's `psum_compressed`, compiled."""
-    exchange = "xla" if method == "cast" else method
-    return ranks.all_reduce(sent_as(method, compressor), exchange)
-
-
-def timed(ranks: Ranks, function: Callable, x: jax.Array) -> tuple[float, int]:
-    """Returns the seconds and sent bytes of one call, which all ranks begin together."""
-    ranks.barrier()
-    ranks.barrier()  # by now the stragglers of the first barrier have arrived
-    before = rig.sent_bytes()
-    start = time.perf_counter()
-    function(x).block_until_ready()
-    seconds = time.perf_counter() - start
-    ranks.barrier()
-    return seconds, rig.sent_bytes() - before
 
 
 def check(
@@ -201,20 +238,6 @@ def check(
     return [bench.wrong(inputs, code, [copy[0]])[0] for code, copy in pairs]
 
 
-def row_of(ranks, values, compressor, method, seconds, sent, wrong) -> dict[str, Any]:
-    """The numbers of one method at one size; `seconds` are psum's and the method's."""
-    return {
-        "bytes": 4 * values,
-        "method": method,
-        "bits": {"psum": 32, "cast": 16}.get(method, compressor.bits),
-        "bucket_size": compressor.bucket_size,
-        "reps": len(seconds),
-        **bench.figures(ranks.world, 4 * values, seconds[:, 0], seconds[:, 1]),
-        "sent_bytes": float(np.median(sent)) if ranks.distributed else None,
-        "wrong": wrong,
-    }
-
-
 def print_rows(rows: list[dict[str, Any]], header: bool) -> None:
     if header:
         print(
@@ -222,14 +245,13 @@ def print_rows(rows: list[dict[str, Any]], header: bool) -> None:
             f"  {'ratio (quartiles)':<18} {'sent MB':>8} {'/plan':>6} #wrong"
         )
     for row in rows:
-        low, ratio, high = row["ratio"]
         counted = row["sent_bytes"]
         sent = f"{counted / 1e6:.3f}" if counted else "-"
         share = f"{counted / row['arithmetic_bytes']:.3f}" if counted else "-"
         print(
             f"{row['bytes']:>11,} {row['method']:>10} {row['bits']:>4}"
             f" {row['seconds'][1] * 1e3:>9.2f} {row['algbw_gbit']:>6.2f} {row['busbw_gbit']:>6.2f}"
-            f"         {f'{ratio:.2f} ({low:.2f}-{high:.2f})':<18} {sent:>8} {share:>6}"
+            f"         {measure.spread(row['ratio']):<18} {sent:>8} {share:>6}"
             f" {row['wrong']:>6}",
             flush=True,
         )

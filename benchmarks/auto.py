@@ -18,6 +18,7 @@ from these measurements.
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,7 +29,6 @@ import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
 from cgx_jax.choice import auto
-from cgx_jax.commands import rig
 from cgx_jax.route.route import Options, route
 from cgx_jax.tuning.link_timer import gradient, size_text
 
@@ -42,7 +42,7 @@ COMPRESSORS = {
 REPS = range(11, 202)  # repeats per size: more if a repeat is short
 
 
-def parse_arguments() -> argparse.Namespace:
+def main() -> int:
     parser = measure.parser(
         __doc__,
         sizes="4k,100k,1M,4M,25M",
@@ -57,25 +57,24 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--launchers", default="mpi,plain", help="(default %(default)s)")
     parser.add_argument("--exchange", default="auto", help="(default %(default)s)")
-    return parser.parse_args()
-
-
-def main() -> int:
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
+    lists = (arguments.rates, arguments.worlds, arguments.launchers)
     if rank_of_process() is None:
-        return launch(arguments)
-    (rate,) = arguments.rates.split(",")
-    (world,) = map(int, arguments.worlds.split(","))
-    (launcher,) = arguments.launchers.split(",")
-    ranks = Ranks(world)
+        for rate, world, launcher in itertools.product(*(x.split(",") for x in lists)):
+            cell = world, rate, {"rates": rate, "worlds": world, "launchers": launcher}
+            if code := measure.launch(arguments, [cell], timeout=600, mpi=launcher == "mpi"):
+                return code
+        return 0
+    ranks = Ranks()
+    how = "by mpiexec" if arguments.launchers == "mpi" else "plainly"
     if ranks.first:
-        print(f"{rate}, {world} ranks, started {'by mpiexec' if launcher == 'mpi' else 'plainly'}")
+        print(f"{arguments.rates}, {ranks.world} ranks, started {how}")
     rows = []
     for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
         for row in compare(ranks, size // 4, arguments):
-            rows.append(row | {"links": rate, "world": world, "launcher": launcher})
+            rows.append(row)
             if ranks.first:
-                print_row(rows[-1])
+                print_row(row)
     if ranks.first:
         under = sum(not passes(row) for row in rows)
         print(f"{under} of {len(rows)} cells are under {BAR}")
@@ -83,64 +82,40 @@ def main() -> int:
     return 0
 
 
-def launch(arguments: argparse.Namespace) -> int:
-    """Runs every link, world size and launcher, each in its own processes."""
-    lists = (arguments.rates, arguments.worlds, arguments.launchers)
-    for rate, world, launcher in itertools.product(*(x.split(",") for x in lists)):
-        command = measure.command(arguments, rates=rate, worlds=world, launchers=launcher)
-        if code := rig.run(int(world), rate, command, timeout=600, mpi=launcher == "mpi"):
-            return code
-    return 0
-
-
-def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times psum and `auto` on f32[values] per rank; returns one row per compressor."""
+def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times psum and `auto` on f32[values] per rank; yields one row per compressor."""
     names = [name.strip() for name in arguments.compressors.split(";")]
     functions = [ranks.psum]
-    for name in names:
-        functions.append(reduction(ranks, COMPRESSORS[name], arguments.exchange))
+    for code in map(COMPRESSORS.__getitem__, names):
+        key = jax.random.key(0) if code.needs_key else None
+        functions.append(ranks.all_reduce(code, arguments.exchange, key=key))
     x = ranks.place(gradient, values)
     ranks.seconds(functions, x, 1)  # compiles
     one = float(ranks.seconds(functions, x, 2).min(axis=0).sum())
     # Every process sees the times of the slowest ranks, so all choose the same number of repeats.
     reps = int(np.clip(arguments.seconds / one, REPS[0], REPS[-1]))
     seconds = ranks.seconds(functions, x, reps)
-    rows = []
+    psum, *programs = (function.lower(x).as_text() for function in functions)
     for i, name in enumerate(names, 1):
         plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), COMPRESSORS[name])
         exchange = auto.exchange_named("auto", arguments.exchange)
         options = Options("auto", Axes((), None, ranks.world), exchange)
         (way,) = route(options, plan).ways.values()
         method = "psum" if way is None else way.exchange.shorthand
-        same = program(functions[i], x) == program(functions[0], x)
-        assert same == (method == "psum"), (name, method)
-        rows.append(
-            {
-                "bytes": 4 * values,
-                "compressor": name,
-                "exchange": arguments.exchange,
-                "method": method,
-                "reps": reps,
-                "psum_seconds": measure.quartiles(seconds[:, 0]),
-                "seconds": measure.quartiles(seconds[:, i]),
-                "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
-            }
-        )
-    return rows
-
-
-def reduction(ranks: Ranks, compressor: cgx_jax.Quantize, exchange: str) -> Any:
-    """`psum_compressed` over the ranks, compiled."""
-    return ranks.all_reduce(compressor, exchange, key=key_of(compressor))
-
-
-def key_of(compressor: cgx_jax.Quantize) -> jax.Array | None:
-    return jax.random.key(0) if compressor.needs_key else None
-
-
-def program(function: Any, x: jax.Array) -> str:
-    """The StableHLO of a compiled function, without the names of what was traced."""
-    return function.lower(x).as_text()
+        assert (programs[i - 1] == psum) == (method == "psum"), (name, method)
+        yield {
+            "bytes": 4 * values,
+            "compressor": name,
+            "exchange": arguments.exchange,
+            "method": method,
+            "reps": reps,
+            "psum_seconds": measure.quartiles(seconds[:, 0]),
+            "seconds": measure.quartiles(seconds[:, i]),
+            "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
+            "links": arguments.rates,
+            "world": ranks.world,
+            "launcher": arguments.launchers,
+        }
 
 
 def passes(row: dict[str, Any]) -> bool:
@@ -149,12 +124,11 @@ def passes(row: dict[str, Any]) -> bool:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    low, ratio, high = row["ratio"]
     verdict = "ok" if passes(row) else f"UNDER {BAR}"
     print(
         f"  {size_text(row['bytes']):>7}  {row['compressor']:<18} {row['method']:>5}"
         f" {row['reps']:>4} repeats {row['psum_seconds'][1] * 1e3:>8.2f} ->"
-        f" {row['seconds'][1] * 1e3:>8.2f} ms   {f'{ratio:.2f} ({low:.2f}-{high:.2f})':<18}"
+        f" {row['seconds'][1] * 1e3:>8.2f} ms   {measure.spread(row['ratio']):<18}"
         f" {verdict}",
         flush=True,
     )

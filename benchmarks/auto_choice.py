@@ -22,48 +22,39 @@ import numpy as np
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process
+from all_reduce import Ranks, run
 from cgx_jax.axes import Axes
 from cgx_jax.choice import auto
 from cgx_jax.route.route import Options, route
 from cgx_jax.tuning.link_timer import gradient, size_text
-from tuner import relink, turns
+from tuner import turns
 
 CODE = cgx_jax.Quantize(4)
 BAR = 0.95
-RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
 
-def parse_arguments() -> argparse.Namespace:
-    return measure.parser(
+def main() -> int:
+    arguments = measure.parser(
         __doc__,
-        rates=",".join(RATES),
+        rates="100mbit,1gbit,10gbit,unlimited",
         worlds="2,4",
         sizes="4k,32k,256k,1M,4M,25M",
         tune=20.0,
         seconds=5.0,
         reps=101,
     ).parse_args()
+    first = arguments.rates.split(",")[0]
+    cells = ((w, first, {"worlds": w}) for w in arguments.worlds.split(","))
+    return run(arguments, cells, compare, line, ("links", "world", "bytes"), mpi=True)
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    if rank_of_process() is None:
-        first = arguments.rates.split(",")[0]
-        cells = ((w, first, {"worlds": w}) for w in arguments.worlds.split(","))
-        return measure.launch(arguments, cells, mpi=True)
-    ranks = Ranks(int(arguments.worlds))
-    for row in compare(ranks, arguments):
-        if ranks.first:
-            low, share, high = row["share"]
-            print(
-                f"{row['links']:>9} {row['world']} ranks {size_text(row['bytes']):>7}: auto took"
-                f" {row['auto']}, the best was {row['best']}; share {share:.3f}"
-                f" ({low:.3f}-{high:.3f}): {'ok' if share >= BAR else 'MISSED'}",
-                flush=True,
-            )
-            measure.add_json(arguments.json, row, ("links", "world", "bytes"))
-    return 0
+def line(row: dict[str, Any]) -> str:
+    verdict = "ok" if row["share"][1] >= BAR else "MISSED"
+    return (
+        f"{row['links']:>9} {row['world']} ranks {size_text(row['bytes']):>7}: auto took"
+        f" {row['auto']}, the best was {row['best']}; share"
+        f" {measure.spread(row['share'], '.3f')}: {verdict}"
+    )
 
 
 def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -71,7 +62,7 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, A
     fixed = [e.shorthand for e in auto.available()]
     choices = ["psum", *(f"{e}{r}" for e, r in itertools.product(fixed, ("", "/gather_sum")))]
     for rate in arguments.rates.split(","):
-        relink(ranks, rate)
+        ranks.relink(rate)
         cgx_jax.tune(ranks.mesh, "ranks", bits=(4,), budget_seconds=arguments.tune)
         for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
             x = ranks.place(gradient, size // 4)

@@ -14,20 +14,18 @@ import argparse
 import functools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process
-from cgx_jax.commands import rig
+from all_reduce import Ranks, run
 from cgx_jax.transforms import diloco, local_params
 from tuner import turns
 
@@ -49,37 +47,32 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=32, help="steps (default %(default)s)")
     parser.add_argument("--ways", default="", help="only ways that match, besides the steps alone")
     arguments = parser.parse_args()
-    taken = [x for x in METHODS if x == ALONE or re.search(arguments.ways, x)]
-    if rank_of_process() is None:
-        command = measure.command(arguments)
-        return rig.run(arguments.world, arguments.rate, command, timeout=3600, mpi=True)
     cgx_jax.keep_memory()  # also for the steps alone
-    ranks = Ranks(arguments.world)
+    cell = arguments.world, arguments.rate, {"world": arguments.world}
+    return run(arguments, [cell], compare, line, mpi=True)
+
+
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times a round of every way; yields one row per way."""
+    taken = [x for x in METHODS if x == ALONE or re.search(arguments.ways, x)]
     ways = [round_of(ranks, arguments.every, METHODS[name]) for name in taken]
     seconds = turns(ranks, ways, arguments.reps, 3000)
-    rows = [row_of(arguments, seconds, i, name) for i, name in enumerate(taken)]
-    if ranks.first:
-        measure.write_json(arguments.json, rows)
-    return 0
+    for i, name in enumerate(taken):
+        yield {
+            "method": name,
+            "links": arguments.rate,
+            "world": arguments.world,
+            "every": arguments.every,
+            "step_seconds": measure.quartiles(seconds[:, i] / arguments.every),
+            "ratio": measure.quartiles(seconds[:, i] / seconds[:, 0]),
+        }
 
 
-def row_of(arguments: argparse.Namespace, seconds: np.ndarray, i: int, name: str) -> dict[str, Any]:
-    row = {
-        "method": name,
-        "links": arguments.rate,
-        "world": arguments.world,
-        "every": arguments.every,
-        "step_seconds": measure.quartiles(seconds[:, i] / arguments.every),
-        "ratio": measure.quartiles(seconds[:, i] / seconds[:, 0]),
-    }
-    if rank_of_process() == 0:
-        low, middle, high = row["ratio"]
-        print(
-            f"{name:<22}{row['step_seconds'][1] * 1e3:9.1f} ms a step  {middle:.3f} ({low:.3f}-"
-            f"{high:.3f}) times the steps alone",
-            flush=True,
-        )
-    return row
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['method']:<22}{row['step_seconds'][1] * 1e3:9.1f} ms a step "
+        f" {measure.spread(row['ratio'], '.3f')} times the steps alone"
+    )
 
 
 def round_of(ranks: Ranks, every: int, how: dict[str, Any] | None) -> Callable[[], None]:

@@ -15,7 +15,7 @@ what a rank's network device counted, the largest over the ranks.
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,8 @@ from jax import lax
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process, timed
+from all_reduce import Ranks, run
 from cgx_jax.compressors import ShiftedLattice
-from cgx_jax.host import agreement
 from cgx_jax.tuning.link_timer import gradient
 
 LEAVES, SHAPE = 12, (1024, 512)
@@ -62,28 +61,18 @@ METHODS: dict[str, Callable[[Sequence[jax.Array]], list[jax.Array]]] = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
-    return measure.parser(__doc__, rates="100mbit,1gbit,10gbit", worlds="2,4", reps=9).parse_args()
-
-
 def main() -> int:
-    arguments = parse_arguments()
-    if rank_of_process() is None:
-        pairs = itertools.product(arguments.worlds.split(","), arguments.rates.split(","))
-        cells = ((w, rate, {"worlds": w, "rates": rate}) for w, rate in pairs)
-        return measure.launch(arguments, cells, mpi=True)
-    ranks = Ranks(int(arguments.worlds))
-    rows = compare(ranks, arguments)
-    if ranks.first:
-        measure.write_json(arguments.json, rows)
-    return 0
+    parser = measure.parser(__doc__, rates="100mbit,1gbit,10gbit", worlds="2,4", reps=9)
+    arguments = parser.parse_args()
+    pairs = itertools.product(arguments.worlds.split(","), arguments.rates.split(","))
+    cells = ((w, rate, {"worlds": w, "rates": rate}) for w, rate in pairs)
+    return run(arguments, cells, compare, line, mpi=True)
 
 
-def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times all methods; returns one row per method."""
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times all methods; yields one row per method."""
     own = (SHAPE[0] // ranks.world, SHAPE[1])
-    values = LEAVES * int(np.prod(own))
-    x = ranks.place(gradient, values)
+    x = ranks.place(gradient, LEAVES * int(np.prod(own)))
 
     def of_flat(method: Callable[..., list[jax.Array]]) -> Callable[[jax.Array], jax.Array]:
         def call(flat: jax.Array) -> jax.Array:
@@ -92,14 +81,9 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
         return ranks.local(call)
 
     functions = [of_flat(method) for method in METHODS.values()]
-    samples = np.array(
-        [[timed(ranks, f, x) for f in functions] for _ in range(arguments.reps + 1)]
-    )[1:]
-    gathered = agreement.maximum(samples)
-    seconds, sent = gathered[..., 0], gathered[..., 1]
-    rows = []
+    seconds, sent = ranks.in_order(functions, x, arguments.reps)
     for i, name in enumerate(METHODS):
-        row = {
+        yield {
             "method": name,
             "links": arguments.rates,
             "world": ranks.world,
@@ -108,16 +92,14 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
             "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
             "sent": float(np.median(sent[:, i])),
         }
-        rows.append(row)
-        if ranks.first:
-            low, middle, high = row["ratio"]
-            print(
-                f"{arguments.rates:>8} {ranks.world} ranks {name:<20}"
-                f" {row['seconds'][1] * 1e3:9.2f} ms  {middle:.2f} ({low:.2f}-{high:.2f}) of"
-                f" exact's speed; {row['sent']:>12,.0f} bytes sent",
-                flush=True,
-            )
-    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['links']:>8} {row['world']} ranks {row['method']:<20}"
+        f" {row['seconds'][1] * 1e3:9.2f} ms  {measure.spread(row['ratio'])} of exact's speed;"
+        f" {row['sent']:>12,.0f} bytes sent"
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ slowest rank's. `ratio` is the time of the buffers that wait divided by the way'
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process
+from all_reduce import Ranks, run
 from cgx_jax.tuning.link_timer import gradient
 from tuner import turns
 
@@ -57,39 +57,28 @@ METHODS: dict[str, Callable[[list[jax.Array], str], list[jax.Array]]] = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
+def main() -> int:
     parser = measure.parser(__doc__, rate="100mbit", world=2, reps=9)
     parser.add_argument("--delays", default="0,0.001,0.01", help="seconds (default %(default)s)")
-    return parser.parse_args()
-
-
-def main() -> int:
-    arguments = parse_arguments()
-    if rank_of_process() is None:
-        for delay in map(float, arguments.delays.split(",")):
-            cell = arguments.world, arguments.rate, {"delays": f"{delay:g}"}
-            if code := measure.launch(arguments, [cell], mpi=True, delay=delay):
-                return code
-        return 0
-    ranks = Ranks(arguments.world)
-    rows = compare(ranks, arguments)
-    if ranks.first:
-        measure.write_json(arguments.json, rows)
+    arguments = parser.parse_args()
+    for delay in map(float, arguments.delays.split(",")):
+        cell = arguments.world, arguments.rate, {"delays": f"{delay:g}"}
+        if code := run(arguments, [cell], compare, line, mpi=True, delay=delay):
+            return code
     return 0
 
 
-def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times all methods over both exchanges; returns one row for each pair."""
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times all methods over both exchanges; yields one row for each pair."""
     # Separate arrays, as gradients are. XLA would reuse the memory of slices of one array, and a
     # call that waits for memory waits for the call before it.
     leaves = [ranks.place(gradient, math.prod(SHAPE)) for _ in range(BUFFERS)]
-    rows = []
     for exchange in EXCHANGES:
         calls = [on_ranks(ranks, f, exchange, leaves) for f in METHODS.values()]
         turns(ranks, calls, 2, 0)  # compiles, and opens the connections' windows
         seconds = turns(ranks, calls, arguments.reps, 600)
         for i, name in enumerate(METHODS):
-            row = {
+            yield {
                 "method": name,
                 "exchange": exchange,
                 "delay": float(arguments.delays),
@@ -99,16 +88,14 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
                 "seconds": measure.quartiles(seconds[:, i]),
                 "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
             }
-            rows.append(row)
-            if ranks.first:
-                low, middle, high = row["ratio"]
-                print(
-                    f"{float(arguments.delays) * 1e3:g} ms {exchange:<4} {name:<12}"
-                    f" {row['seconds'][1] * 1e3:9.1f} ms  {middle:.2f} ({low:.2f}-{high:.2f}) times"
-                    " the speed of one by one",
-                    flush=True,
-                )
-    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['delay'] * 1e3:g} ms {row['exchange']:<4} {row['method']:<12}"
+        f" {row['seconds'][1] * 1e3:9.1f} ms  {measure.spread(row['ratio'])} times the speed of one"
+        " by one"
+    )
 
 
 def on_ranks(

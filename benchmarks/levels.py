@@ -13,14 +13,14 @@ levels. `between` is what a node sends to the other, by the counter of its netwo
 
 import argparse
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process, timed
-from cgx_jax.host import agreement
+from all_reduce import Ranks, run
 from cgx_jax.tuning.link_timer import gradient, size_text
 
 NODES, LOCAL = 2, 2
@@ -34,62 +34,46 @@ HOW: dict[str, dict[str, Any]] = {
 METHODS = [(exchange, name) for exchange in ("xla", "mpi") for name in HOW]
 
 
-def parse_arguments() -> argparse.Namespace:
-    rates = "100mbit,250mbit,500mbit,1gbit,2500mbit"
-    return measure.parser(__doc__, sizes="1M,25M", rates=rates, reps=15).parse_args()
-
-
 def main() -> int:
-    arguments = parse_arguments()
-    if rank_of_process() is None:
-        cells = ((NODES, rate, {"rates": rate}) for rate in arguments.rates.split(","))
-        return measure.launch(arguments, cells, mpi=True, per_host=LOCAL)
-    nodes = Ranks(NODES * LOCAL)
-    rows = []
-    for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
-        rows += compare(nodes, size // 4, arguments)
-    if nodes.first:
-        measure.write_json(arguments.json, rows)
-    return 0
+    rates = "100mbit,250mbit,500mbit,1gbit,2500mbit"
+    arguments = measure.parser(__doc__, sizes="1M,25M", rates=rates, reps=15).parse_args()
+    cells = ((NODES, rate, {"rates": rate}) for rate in arguments.rates.split(","))
+    return run(arguments, cells, compare, line, mpi=True, per_host=LOCAL)
 
 
-def compare(nodes: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times all methods on f32[values] per rank; returns one row per method."""
+def compare(nodes: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times all methods; yields one row per size and method."""
     methods = [("", "psum"), *METHODS]
     code = cgx_jax.Quantize(4)
     reductions = (nodes.all_reduce(code, exchange, **HOW[name]) for exchange, name in METHODS)
     functions = [nodes.psum, *reductions]
-    x = nodes.place(gradient, values)
-    results = [np.asarray(f(x).addressable_data(0)) for f in functions]
-    samples = np.array([[timed(nodes, f, x) for f in functions] for _ in range(arguments.reps + 1)])
-    gathered = agreement.maximum(samples[1:])
-    seconds, sent = gathered[..., 0], gathered[..., 1]
-    rows = []
-    for i, (exchange, name) in enumerate(methods):
-        flat = methods.index((exchange, "flat")) if exchange else 0
-        error = np.linalg.norm(results[i] - results[0]) / np.linalg.norm(results[0])
-        row = {
-            "bytes": 4 * values,
-            "links": arguments.rates,
-            "exchange": exchange,
-            "method": name,
-            "seconds": measure.quartiles(seconds[:, i]),
-            "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
-            "over_flat": measure.quartiles(seconds[:, flat] / seconds[:, i]),
-            "between": float(np.median(sent[:, i])),
-            "relative_error": float(error),
-        }
-        rows.append(row)
-        if nodes.first:
-            low, middle, high = row["ratio"]
-            print(
-                f"{arguments.rates:>8} {size_text(4 * values):>7} {exchange:<4}{name:<20}"
-                f" {row['seconds'][1] * 1e3:9.2f} ms  {middle:.2f} ({low:.2f}-{high:.2f}) of psum's"
-                f" speed, {row['over_flat'][1]:.2f} of flat's; {row['between']:>12,.0f} bytes"
-                f" between nodes, relative error {error:.4f}",
-                flush=True,
-            )
-    return rows
+    for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
+        x = nodes.place(gradient, size // 4)
+        results = [np.asarray(f(x).addressable_data(0)) for f in functions]
+        seconds, sent = nodes.in_order(functions, x, arguments.reps)
+        for i, (exchange, name) in enumerate(methods):
+            flat = methods.index((exchange, "flat")) if exchange else 0
+            error = np.linalg.norm(results[i] - results[0]) / np.linalg.norm(results[0])
+            yield {
+                "bytes": 4 * (size // 4),
+                "links": arguments.rates,
+                "exchange": exchange,
+                "method": name,
+                "seconds": measure.quartiles(seconds[:, i]),
+                "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
+                "over_flat": measure.quartiles(seconds[:, flat] / seconds[:, i]),
+                "between": float(np.median(sent[:, i])),
+                "relative_error": float(error),
+            }
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['links']:>8} {size_text(row['bytes']):>7} {row['exchange']:<4}{row['method']:<20}"
+        f" {row['seconds'][1] * 1e3:9.2f} ms  {measure.spread(row['ratio'])} of psum's speed,"
+        f" {row['over_flat'][1]:.2f} of flat's; {row['between']:>12,.0f} bytes between nodes,"
+        f" relative error {row['relative_error']:.4f}"
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ predicts (for psum: that a ring sends).
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,28 +23,16 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process, timed
-from cgx_jax.commands import rig
-from cgx_jax.host import agreement
+from all_reduce import Ranks, run
 from cgx_jax.tuning.link_timer import gradient
 
 
-def parse_arguments() -> argparse.Namespace:
+def main() -> int:
     parser = measure.parser(__doc__, leaves=6, world=4, rate="1gbit", reps=11)
     parser.add_argument("--rank", type=int, default=2, help="PowerSGD's (default %(default)s)")
     parser.add_argument("--side", type=int, default=2048, help="of a matrix (default %(default)s)")
-    return parser.parse_args()
-
-
-def main() -> int:
-    arguments = parse_arguments()
-    if rank_of_process() is None:
-        return rig.run(arguments.world, arguments.rate, [sys.executable, *sys.argv], timeout=1800)
-    ranks = Ranks(arguments.world)
-    rows = compare(ranks, arguments)
-    if ranks.first:
-        measure.write_json(arguments.json, rows)
-    return 0
+    arguments = parser.parse_args()
+    return run(arguments, [(arguments.world, arguments.rate, {})], compare, line)
 
 
 class Step:
@@ -71,8 +59,8 @@ class Step:
         return means[-1]
 
 
-def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times all methods; one row per method."""
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times all methods; yields one row per method."""
     side, world = arguments.side, ranks.world
     leaves = [matrix(ranks, i, side) for i in range(arguments.leaves)]
     like = [jax.ShapeDtypeStruct((side, side), np.float32)] * len(leaves)
@@ -85,14 +73,9 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
     functions = [mean(ranks), *(Step(ranks, leaves, *how) for how in compressors.values())]
     planned = [2 * (world - 1) * 4 * side * side * len(leaves) / world]
     planned += [cgx_jax.Plan.build(like, c).wire_bytes(world) for c, _ in compressors.values()]
-    samples = np.array(
-        [[timed(ranks, f, leaves) for f in functions] for _ in range(arguments.reps + 1)]
-    )
-    gathered = agreement.maximum(samples[1:])
-    seconds, sent = gathered[..., 0], gathered[..., 1]
-    rows = []
+    seconds, sent = ranks.in_order(functions, leaves, arguments.reps)
     for i, name in enumerate(["psum", *compressors]):
-        row = {
+        yield {
             "bytes": 4 * side * side * len(leaves),
             "leaves": [list(x.shape) for x in like],
             "world": world,
@@ -104,17 +87,15 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
             "sent_bytes": float(np.median(sent[:, i])),
             "arithmetic_bytes": planned[i],
         }
-        rows.append(row)
-        if ranks.first:
-            low, middle, high = row["ratio"]
-            print(
-                f"{arguments.rate:>8} {row['bytes']:>12,} bytes {name:<20}"
-                f" {row['seconds'][1] * 1e3:9.2f} ms  ratio {middle:.2f} ({low:.2f}-{high:.2f})"
-                f"  sent {row['sent_bytes'] / 1e6:.3f} MB,"
-                f" {row['sent_bytes'] / planned[i]:.3f} of plan",
-                flush=True,
-            )
-    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['links']:>8} {row['bytes']:>12,} bytes {row['method']:<20}"
+        f" {row['seconds'][1] * 1e3:9.2f} ms  ratio {measure.spread(row['ratio'])}"
+        f"  sent {row['sent_bytes'] / 1e6:.3f} MB,"
+        f" {row['sent_bytes'] / row['arithmetic_bytes']:.3f} of plan"
+    )
 
 
 def mean(ranks: Ranks) -> Callable[[list[jax.Array]], jax.Array]:

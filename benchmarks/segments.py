@@ -7,16 +7,17 @@ defaults' time divided by the setting's time in the same repeat (median and quar
 """
 
 import argparse
+import dataclasses
 import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process
-from cgx_jax.commands import rig
+from all_reduce import Ranks, run
 from cgx_jax.exchanges import Mpi, mpi
 from cgx_jax.tuning.link_timer import gradient
 
@@ -34,49 +35,38 @@ def main() -> int:
     )
     parser.add_argument("--threads", default="1", help="of the kernels, list (default 1)")
     arguments = parser.parse_args()
-    if rank_of_process() is None:
-        command = [sys.executable, *sys.argv]
-        return rig.run(arguments.world, arguments.rate, command, timeout=3600, mpi=True)
-    ranks = Ranks(arguments.world)
-    rows = []
-    for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
-        rows += sweep(ranks, arguments, size)
-    if ranks.first:
-        measure.write_json(arguments.json, rows)
-    return 0
+    cell = arguments.world, arguments.rate, {}
+    return run(arguments, [cell], compare, line, mpi=True)
 
 
-def sweep(ranks: Ranks, arguments: argparse.Namespace, size: int) -> list[dict[str, Any]]:
-    """Times every combination on one size; the defaults come first."""
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times every combination on every size; the defaults come first."""
     lists = (arguments.segments, arguments.windows, arguments.threads)
-    names = ("segment_bytes", "window", "threads")
     settings: list[dict[str, int]] = [{}]
     for values in itertools.product(*(v.split(",") for v in lists)):
-        settings.append(dict(zip(names, map(measure.size_in_bytes, values), strict=True)))
-    x = ranks.place(gradient, size // 4)
+        settings.append(dict(zip(Mpi.tuned, map(measure.size_in_bytes, values), strict=True)))
     compressor = cgx_jax.Quantize(bits=arguments.bits)
-    seconds = np.empty((arguments.reps, len(settings)))
-    for rep in range(arguments.reps):
+    for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
+        x = ranks.place(gradient, size // 4)
+        seconds = np.empty((arguments.reps, len(settings)))
+        for rep in range(arguments.reps):
+            for i, setting in enumerate(settings):
+                exchange = dataclasses.replace(mpi.defaults(), **setting)
+                reduce = ranks.all_reduce(compressor, exchange)
+                ranks.seconds([reduce], x, 1)  # compiles, and warms the buffers up
+                seconds[rep, i] = ranks.seconds([reduce], x, 3).min()
         for i, setting in enumerate(settings):
-            exchange = Mpi(**{name: mpi.DEFAULTS[name] for name in names} | setting)
-            reduce = ranks.all_reduce(compressor, exchange)
-            ranks.seconds([reduce], x, 1)  # compiles, and warms the buffers up
-            seconds[rep, i] = ranks.seconds([reduce], x, 3).min()
-    rows = []
-    for i, setting in enumerate(settings):
-        ratio = measure.quartiles(seconds[:, 0] / seconds[:, i])
-        row = {"bytes": size, "world": ranks.world, "links": arguments.rate, **setting}
-        row |= {"seconds": float(np.median(seconds[:, i])), "ratio": ratio}
-        rows.append(row)
-        if ranks.first:
-            low, middle, high = ratio
-            text = " ".join(f"{k}={v}" for k, v in setting.items()) or "defaults"
-            print(
-                f"{size:>11,} {text:<45} {row['seconds'] * 1e3:8.2f} ms"
-                f"  {middle:.2f} ({low:.2f}-{high:.2f})",
-                flush=True,
-            )
-    return rows
+            row = {"bytes": size, "world": ranks.world, "links": arguments.rate, **setting}
+            row["seconds"] = float(np.median(seconds[:, i]))
+            yield row | {"ratio": measure.quartiles(seconds[:, 0] / seconds[:, i])}
+
+
+def line(row: dict[str, Any]) -> str:
+    setting = " ".join(f"{name}={row[name]}" for name in Mpi.tuned if name in row) or "defaults"
+    return (
+        f"{row['bytes']:>11,} {setting:<45} {row['seconds'] * 1e3:8.2f} ms"
+        f"  {measure.spread(row['ratio'])}"
+    )
 
 
 if __name__ == "__main__":

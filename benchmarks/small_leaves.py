@@ -10,6 +10,8 @@ by the other time in the same repeat: the median (and quartiles) over the repeat
 
 import argparse
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +20,22 @@ from jax import lax
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process, timed
-from cgx_jax.commands import rig
-from cgx_jax.host import agreement
+from all_reduce import Ranks, run
 
 SIZES = (3, 10, 32, 64, 128, 512)
 
 
-def parse_arguments() -> argparse.Namespace:
-    rates = "100mbit,1gbit,10gbit"
-    return measure.parser(__doc__, worlds="2,4", rates=rates, leaves=60, reps=51).parse_args()
-
-
 def main() -> int:
-    arguments = parse_arguments()
-    worlds, rates = arguments.worlds.split(","), arguments.rates.split(",")
-    if rank_of_process() is None:
-        return measure.launch(arguments, ((w, rates[0], {"worlds": w}) for w in worlds))
-    ranks = Ranks(int(worlds[0]))
+    rates = "100mbit,1gbit,10gbit"
+    parser = measure.parser(__doc__, worlds="2,4", rates=rates, leaves=60, reps=51)
+    arguments = parser.parse_args()
+    first = arguments.rates.split(",")[0]
+    cells = ((w, first, {"worlds": w}) for w in arguments.worlds.split(","))
+    return run(arguments, cells, compare, line)
+
+
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times both sums; yields one row per link."""
     sizes = [SIZES[i % len(SIZES)] for i in range(arguments.leaves)]
 
     def leaves(row: jax.Array) -> list[jax.Array]:
@@ -53,29 +53,25 @@ def main() -> int:
         "psum": ranks.collective(psum),
         "psum_compressed": ranks.collective(compressed),
     }
-    rows = []
-    for rate in rates:
-        ranks.barrier()
-        if ranks.first:
-            rig.shape(rate)
-        samples = np.empty((arguments.reps, len(functions)))
-        for rep in range(-2, arguments.reps):  # two rounds of warm-up
-            for i, function in enumerate(functions.values()):
-                samples[rep, i] = timed(ranks, function, x)[0]
-        seconds = agreement.maximum(samples)
-        row = {"leaves": len(sizes), "world": ranks.world, "links": rate, "reps": arguments.reps}
-        row["seconds"] = {
-            how: measure.quartiles(s) for how, s in zip(functions, seconds.T, strict=True)
+    for rate in arguments.rates.split(","):
+        ranks.relink(rate)
+        seconds, _ = ranks.in_order(list(functions.values()), x, arguments.reps + 1)
+        seconds = seconds[1:]  # another round of warm-up
+        columns = zip(functions, seconds.T, strict=True)
+        yield {
+            "leaves": len(sizes),
+            "world": ranks.world,
+            "links": rate,
+            "reps": arguments.reps,
+            "seconds": {how: measure.quartiles(column) for how, column in columns},
+            "ratio": measure.quartiles(seconds[:, 0] / seconds[:, 1]),
         }
-        row["ratio"] = measure.quartiles(seconds[:, 0] / seconds[:, 1])
-        rows.append(row)
-        if ranks.first:
-            times = ", ".join(f"{how} {1e3 * s[1]:.2f} ms" for how, s in row["seconds"].items())
-            low, ratio, high = row["ratio"]
-            print(f"{ranks.world} ranks, {rate}: {times}, ratio {ratio:.1f} ({low:.1f}-{high:.1f})")
-    if ranks.first:
-        measure.write_json(arguments.json, rows)
-    return 0
+
+
+def line(row: dict[str, Any]) -> str:
+    times = ", ".join(f"{how} {1e3 * s[1]:.2f} ms" for how, s in row["seconds"].items())
+    ratio = measure.spread(row["ratio"], ".1f")
+    return f"{row['world']} ranks, {row['links']}: {times}, ratio {ratio}"
 
 
 if __name__ == "__main__":

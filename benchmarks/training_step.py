@@ -14,6 +14,7 @@ mpiexec and reduce over the "mpi" exchange if it is available, otherwise over "x
 
 import argparse
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process
+from all_reduce import Ranks, run
 from cgx_jax.choice import auto
 from cgx_jax.exchanges import Mpi
 from cgx_jax.route import run as running
@@ -64,23 +65,21 @@ def in_new_memory(reduction: optax.GradientTransformation) -> optax.GradientTran
     return optax.GradientTransformation(reduction.init, update)
 
 
-def parse_arguments() -> argparse.Namespace:
+def main() -> int:
     parser = measure.parser(__doc__, reps=2 * PERIOD)
     parser.add_argument(
         "--cases", default="4:1gbit:22.8,2:unlimited:88", help="(default %(default)s)"
     )
     parser.add_argument("--layers", type=int, default=8, help="(default %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="rows a rank (default %(default)s)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    cells = ((*x.split(":")[:2], {"cases": x}) for x in arguments.cases.split(","))
+    return run(arguments, cells, compare, line, mpi=measure.has_mpi())
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    if rank_of_process() is None:
-        cells = ((*x.split(":")[:2], {"cases": x}) for x in arguments.cases.split(","))
-        return measure.launch(arguments, cells, mpi=measure.has_mpi())
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times a step of every way; yields one row per way."""
     world, rate, megabytes = arguments.cases.split(":")
-    ranks = Ranks(int(world))
     exchange = "mpi" if Mpi() in auto.available() else "xla"
     width = 4 * round((float(megabytes) * 1e6 / 4 / arguments.layers) ** 0.5 / 4)
     if ranks.first:
@@ -88,19 +87,6 @@ def main() -> int:
             f"{world} ranks, {rate}, {arguments.layers} layers of {width} x {width}, "
             f"{4e-6 * arguments.layers * width**2:.1f} MB of gradients, exchange {exchange!r}"
         )
-    rows = compare(ranks, exchange, width, arguments)
-    if ranks.first:
-        for row in rows:
-            print_row(row)
-            row.update(links=rate, world=int(world), megabytes=float(megabytes), exchange=exchange)
-        measure.write_json(arguments.json, rows)
-    return 0
-
-
-def compare(
-    ranks: Ranks, exchange: str, width: int, arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Times a step of every way; returns one row per way."""
     x = ranks.place(normal, arguments.batch * width)
     states: dict[str, Any] = {}
     steps = {}
@@ -114,16 +100,18 @@ def compare(
     ranks.in_turns(steps, WARMUP // 3 + 1)
     seconds = ranks.in_turns(steps, arguments.reps)
     plain = seconds[PLAIN]
-    return [
-        {
+    for name, own in seconds.items():
+        yield {
             "way": name,
             "reps": arguments.reps,
             "seconds": measure.quartiles(own),
             "over_plain": measure.quartiles(own / plain),
             "in_all": float(own.sum() / plain.sum()),
+            "links": rate,
+            "world": int(world),
+            "megabytes": float(megabytes),
+            "exchange": exchange,
         }
-        for name, own in seconds.items()
-    ]
 
 
 def normal(rank: int, values: int) -> np.ndarray:
@@ -161,12 +149,10 @@ def training(
     return jax.jit(mapped, donate_argnums=0), state
 
 
-def print_row(row: dict[str, Any]) -> None:
-    low, ratio, high = row["over_plain"]
-    print(
+def line(row: dict[str, Any]) -> str:
+    return (
         f"  {row['way']:<32} {row['seconds'][1] * 1e3:>8.1f} ms   / plain "
-        f"{ratio:.3f} ({low:.3f}-{high:.3f})   in all {row['in_all']:.3f}",
-        flush=True,
+        f"{measure.spread(row['over_plain'], '.3f')}   in all {row['in_all']:.3f}"
     )
 
 

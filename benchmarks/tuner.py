@@ -39,7 +39,6 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.choice import auto
-from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi, Xla, mpi
 from cgx_jax.host import agreement
 from cgx_jax.reductions import GatherSum
@@ -81,17 +80,16 @@ def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
         return launch(arguments)
-    ranks = Ranks(int(arguments.worlds))
+    ranks = Ranks()
     for row in compare(ranks, TREES[arguments.trees], arguments):
         row |= {"world": ranks.world, "tree": arguments.trees}
         if ranks.first:
             verdicts = [NEAR] * (row["share"][1] >= 0.9) + [SLOWER] * (row["gain"][2] < 1)
-            low, share, high = row["share"]
             print(
                 f"{row['links']}, {row['world']} ranks, {row['tree']}: {row['choice']} in"
-                f" {row['seconds'][1] * 1e3:.1f} ms, best {row['best']}; share {share:.3f}"
-                f" ({low:.3f}-{high:.3f}), gain {row['gain'][1]:.2f}, {row['turns']} turns:"
-                f" {', '.join(verdicts) or 'MISSED'}",
+                f" {row['seconds'][1] * 1e3:.1f} ms, best {row['best']}; share"
+                f" {measure.spread(row['share'], '.3f')}, gain {row['gain'][1]:.2f},"
+                f" {row['turns']} turns: {', '.join(verdicts) or 'MISSED'}",
                 flush=True,
             )
             with open(arguments.verdicts, "a") as file:
@@ -104,18 +102,17 @@ def launch(arguments: argparse.Namespace) -> int:
     """Runs every number of ranks and tree in processes of its own, and prints the bar's counts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "verdicts"
-        for cell in itertools.product(arguments.worlds.split(";"), arguments.trees.split(";")):
-            world, tree = cell
-            command = measure.command(arguments, worlds=world, trees=tree, verdicts=path)
-            first = arguments.rates.split(";")[0]
-            if code := rig.run(int(world), first, command, timeout=7200, mpi=True):
-                return code
-        cells = [line.split(";") for line in path.read_text().splitlines()]
-    counts = collections.Counter(verdict for cell in cells for verdict in cell[1:])
+        first = arguments.rates.split(";")[0]
+        pairs = itertools.product(arguments.worlds.split(";"), arguments.trees.split(";"))
+        cells = ((w, first, {"worlds": w, "trees": tree, "verdicts": path}) for w, tree in pairs)
+        if code := measure.launch(arguments, cells, timeout=7200, mpi=True):
+            return code
+        verdicts = [line.split(";") for line in path.read_text().splitlines()]
+    counts = collections.Counter(verdict for row in verdicts for verdict in row[1:])
     print(
-        f"within 10 % of the best fixed setting: {counts[NEAR]} of {len(cells)} cells (bar: 22 of"
-        f" 24); slower than lax.psum: {counts[SLOWER]} (bar: 0); at least"
-        f" {min(int(cell[0]) for cell in cells)} turns (bar: {TURNS})"
+        f"within 10 % of the best fixed setting: {counts[NEAR]} of {len(verdicts)} cells (bar: 22"
+        f" of 24); slower than lax.psum: {counts[SLOWER]} (bar: 0); at least"
+        f" {min(int(row[0]) for row in verdicts)} turns (bar: {TURNS})"
     )
     return 0
 
@@ -215,14 +212,6 @@ def turns(
     return agreement.maximum(samples)
 
 
-def relink(ranks: Ranks, rate: str) -> None:
-    """All links have `rate` from here on."""
-    ranks.barrier()
-    if ranks.first:
-        rig.shape(rate)
-    ranks.barrier()
-
-
 def compare(ranks: Ranks, shapes: Any, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tunes, measures the grid, and sets the choice beside psum and the grid's best, by links."""
     grads = [
@@ -232,7 +221,7 @@ def compare(ranks: Ranks, shapes: Any, arguments: argparse.Namespace) -> Iterato
     settings = grid(arguments)
     tuners = {}
     for rate in rates:
-        relink(ranks, rate)
+        ranks.relink(rate)
         tuners[rate] = tuned(ranks, grads, arguments.tune)
     medians = {rate: np.empty(len(settings)) for rate in rates}
     step, known = None, None
@@ -241,11 +230,11 @@ def compare(ranks: Ranks, shapes: Any, arguments: argparse.Namespace) -> Iterato
         if step is None or program(setting) != known:
             step, known = compiled(ranks, grads, setting), program(setting)
         for rate in rates:
-            relink(ranks, rate)
+            ranks.relink(rate)
             took = turns(ranks, [by(setting, step)], arguments.reps, arguments.seconds)
             medians[rate][i] = np.median(took)
     for rate in rates:
-        relink(ranks, rate)
+        ranks.relink(rate)
         choice = tuners[rate].current
         best = [settings[i] for i in np.argsort(medians[rate])[: arguments.finalists]]
         entered = dict.fromkeys([*best, choice])
