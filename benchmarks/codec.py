@@ -244,9 +244,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measure.parser(__doc__, reps=11)
     parser.add_argument(
         "--size", default="100M", help="fp32 bytes, with k, M, G (default %(default)s)"
     )
@@ -254,8 +252,6 @@ def main() -> int:
     parser.add_argument("--isas", help="list (default: all that this processor has)")
     parser.add_argument("--kernels", default=",".join(KERNELS), help="list (default %(default)s)")
     parser.add_argument("--codes", default=",".join(CODES), help="list (default %(default)s)")
-    parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
-    measure.add_json_option(parser)
     arguments = parser.parse_args()
     arguments.size = measure.size_in_bytes(arguments.size)
     arguments.bits = [int(bits) for bits in arguments.bits.split(",") if bits]

@@ -299,11 +299,11 @@ def main() -> int:
         print(f"{model.name:>32} {'trace s':>8} {'compile s':>9} {'total s':>8}  ratio")
         for name in sorted(names, key=list(programs).index):
             base, total = programs[name][0], taken[name].sum(axis=1)
-            low, ratio, high = measure.quartiles(total / taken[base].sum(axis=1))
+            ratio = measure.quartiles(total / taken[base].sum(axis=1))
             trace, compiled = np.median(taken[name], axis=0)
             print(
                 f"{name:>32} {trace:>8.3f} {compiled:>9.3f} {np.median(total):>8.3f}"
-                f"  {ratio:.2f} ({low:.2f}-{high:.2f}) x {base}",
+                f"  {measure.spread(ratio)} x {base}",
                 flush=True,
             )
             rows.append(
@@ -315,7 +315,7 @@ def main() -> int:
                     "trace_seconds": float(trace),
                     "compile_seconds": float(compiled),
                     "total_seconds": float(np.median(total)),
-                    "ratio": [low, ratio, high],
+                    "ratio": ratio,
                 }
             )
     measure.write_json(arguments.json, rows)

@@ -13,7 +13,6 @@ on from other bits than it has. --round and --rate are those of the example: DiL
 links.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -31,16 +30,13 @@ STEPS = 1_000_000  # more than are ever taken
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measure.parser(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--round", type=int, default=0, help="steps; 0: no DiLoCo")
     parser.add_argument("--rate", help="of the links between the workers")
     parser.add_argument("--every", type=float, default=20, help="seconds (default %(default)s)")
     parser.add_argument("--patience", type=float, default=180, help="(default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    measure.add_json_option(parser)
     arguments = parser.parse_args()
     if (code := elsewhere(arguments.rate)) is not None:
         return code

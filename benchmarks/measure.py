@@ -56,26 +56,38 @@ def command(arguments: argparse.Namespace, **cell: Any) -> list[str]:
     line = [sys.executable, sys.argv[0]]
     for name, value in (vars(arguments) | cell).items():
         if value is not None:
-            line += [f"--{name}", str(value)]
+            line += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return line
 
 
 def launch(arguments: argparse.Namespace, cells: Iterable[Any], **how: Any) -> int:
     """Runs this benchmark for cells (ranks, rate, options), each in processes of its own.
 
-    Returns the exit status of the first that fails, or 0. `how` is as in `rig.run`.
+    Without options, the command is this one. Returns the exit status of the first that fails, or 0.
+    `how` is as in `rig.run`.
     """
     for world, rate, options in cells:
-        line = command(arguments, **options)
+        line = command(arguments, **options) if options else [sys.executable, *sys.argv]
         if code := rig.run(int(world), rate, line, **{"timeout": 3600, **how}):
             return code
     return 0
 
 
+def spread(quartiles: Sequence[float], digits: str = ".2f") -> str:
+    """Formats quartiles as the median, with the others in parentheses."""
+    low, median, high = (format(x, digits) for x in quartiles)
+    return f"{median} ({low}-{high})"
+
+
+def mpiexec() -> str | None:
+    """Returns the path of mpiexec, first of the one beside this Python, or None."""
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return shutil.which("mpiexec", path=beside)
+
+
 def has_mpi() -> bool:
     """Whether mpiexec can start ranks here."""
-    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
+    return bool(mpiexec() and importlib.util.find_spec("mpi4py"))
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

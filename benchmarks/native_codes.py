@@ -70,8 +70,7 @@ def compare(ranks: Ranks, task: str, method: str, reps: int) -> list[dict[str, A
         row |= {"seconds": measure.quartiles(own)}
         row |= {"ratio": measure.quartiles(own / seconds["native"])}
         rows.append(row)
-        low, ratio, high = row["ratio"]
-        print(f"{task:<13} {method:<30} {kernels:<14} {ratio:.2f} ({low:.2f}-{high:.2f})")
+        print(f"{task:<13} {method:<30} {kernels:<14} {measure.spread(row['ratio'])}")
     return rows
 
 

@@ -15,7 +15,6 @@ Values are finite throughout. Needs the packages of the extra `accuracy`.
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,21 +41,18 @@ METHOD = "4 bits"
 MASTER_PORT = 29_517
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = measure.parser(__doc__, reps=301)
-    parser.add_argument("--task", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument(
-        "--exchanges", nargs="+", choices=("xla", "mpi"), default=["xla", "mpi"], help="(both)"
-    )
-    return parser.parse_args()
-
-
 def main() -> int:
-    arguments = parse_arguments()
-    if len(arguments.exchanges) > 1:
-        return launch(arguments)
-    (exchange,) = arguments.exchanges
-    if exchange == "mpi" and rank_of_process() is None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = ["xla", "mpi"]
+    parser.add_argument("--exchanges", nargs="+", choices=every, default=every, help="(both)")
+    parser.add_argument("--task", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--reps", type=int, default=301, help="repeats (default %(default)s)")
+    measure.add_json_option(parser)
+    arguments = parser.parse_args()
+    (exchange, *more) = arguments.exchanges
+    if more or (exchange == "mpi" and rank_of_process() is None):
         return launch(arguments)
     ranks = Ranks(WORLD)
     rows = []
@@ -70,14 +66,9 @@ def main() -> int:
 def launch(arguments: argparse.Namespace) -> int:
     """Runs every exchange in its own processes."""
     for exchange in arguments.exchanges:
-        command = [sys.executable, sys.argv[0], "--exchanges", exchange]
-        command += ["--task", *arguments.task, "--reps", str(arguments.reps)]
-        command += ["--json", str(arguments.json)] if arguments.json else []
-        variables = {}
+        command, variables = measure.command(arguments, exchanges=exchange), {}
         if exchange == "mpi":
-            beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-            mpiexec = shutil.which("mpiexec", path=beside)
-            if mpiexec is None:
+            if (mpiexec := measure.mpiexec()) is None:
                 print("nonfinite: left out 'mpi': no mpiexec; pip install mpich mpi4py")
                 continue
             command = [mpiexec, "-n", str(WORLD), *command]

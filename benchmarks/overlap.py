@@ -40,7 +40,6 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax import Plan, Tuner
-from cgx_jax.commands import rig
 from cgx_jax.compressors import Compressor
 from cgx_jax.kernels.wire import HOOK_FUSION_BYTES
 from cgx_jax.transforms.precondition import WARMUP
@@ -108,10 +107,8 @@ def compare(
     ranks.in_turns(steps, WARMUP // 3 + 1)
     rows = []
     for link in links:
-        ranks.barrier()
-        if ranks.first and link != "loopback":
-            rig.shape(link)
-        ranks.barrier()
+        if link != "loopback":
+            ranks.relink(link)
         tuner = Tuner(reductions=(), cache=False)
         tuned = Tuning(InBackward(model, CODE, tuner, HOOK_FUSION_BYTES), batch)
         while tuner.state in ("waiting", "trying"):
@@ -148,27 +145,24 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         f"  {'way':<10} {'step ms':>8}  {'over pmean':>10}  {'over after (quartiles)':<22} hidden"
     )
     for row in rows:
-        low, ratio, high = row["over_after"]
         print(
             f"  {row['way']:<10} {row['seconds'][1] * 1e3:>8.1f}  {row['over_pmean'][1]:>10.2f}  "
-            f"{f'{ratio:.2f} ({low:.2f}-{high:.2f})':<22} {row['hidden'][1]:>6.2f}"
+            f"{measure.spread(row['over_after']):<22} {row['hidden'][1]:>6.2f}"
             f"  {row.get('setting', '')}",
             flush=True,
         )
 
 
 def main() -> int:
-    parser = parser_of(__doc__, ["language", "words"])
-    parser.add_argument(
-        "--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="(default: all)"
-    )
+    sizes: dict[str, Any] = {"nargs": "+", "choices": SIZES, "default": list(SIZES)}
+    parser = parser_of(__doc__, ["language", "words"], "--sizes", **sizes, help="(default: all)")
     arguments = parser.parse_args()
     if rank_of_process() is None:
-        return launch(arguments, "--sizes", *arguments.sizes)
-    (world,), (task,) = arguments.world, arguments.task
-    ranks = Ranks(world)
-    sizes = {name: SIZES[name] for name in arguments.sizes}
-    rows = compare(ranks, task, fastest(), arguments.links, sizes, arguments.reps)
+        return launch(arguments)
+    ranks = Ranks()
+    taken = {name: SIZES[name] for name in arguments.sizes}
+    (task,) = arguments.task
+    rows = compare(ranks, task, fastest(), arguments.links, taken, arguments.reps)
     if ranks.first:
         measure.write_json(arguments.json, rows)
     return 0

@@ -7,11 +7,11 @@ wire format says so.
 """
 
 import argparse
-import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.kernels.wire import WIRE_VERSION
 from cgx_jax.reductions import GatherSum, Reduction, ScatterGather, Tree
 from cgx_jax.tuning.link_timer import size_text
+from measure import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -62,6 +63,15 @@ def rows(name: str) -> list[dict[str, Any]]:
 def table(head: list[str], body: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *([_shown(cell) for cell in line] for line in body)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def listed(of: Iterable[dict[str, Any]], columns: dict[str, str | Callable[[Any], str]]) -> str:
+    """A table with a line per row; a column shows a field, or what a function makes of the row."""
+
+    def cell(row: dict[str, Any], shown: str | Callable[[Any], str]) -> str:
+        return str(row[shown]) if isinstance(shown, str) else shown(row)
+
+    return table(list(columns), [[cell(row, x) for x in columns.values()] for row in of])
 
 
 def _shown(cell: str) -> str:
@@ -110,7 +120,7 @@ def auto_default() -> str:
 def codec() -> str:
     measured = {(row["isa"], row["bits"], row["kernel"]): row["ratio"] for row in rows("codec")}
 
-    def spread(isa: str, bits: list[int], kernel: str) -> str:
+    def range_of(isa: str, bits: list[int], kernel: str) -> str:
         medians = [measured[isa, b, kernel][1] for b in bits if (isa, b, kernel) in measured]
         low, high = min(medians), max(medians)
         return f"{low:.2f}" if low == high else f"{low:.2f}-{high:.2f}"
@@ -121,13 +131,13 @@ def codec() -> str:
     body = [
         [
             isa,
-            spread(isa, [4], "nearest"),
-            spread(isa, [8], "nearest"),
-            spread(isa, others, "nearest"),
-            spread(isa, every, "stochastic"),
-            spread(isa, every, "decode"),
-            spread(isa, every, "rotated"),
-            spread(isa, every, "decode rotated"),
+            range_of(isa, [4], "nearest"),
+            range_of(isa, [8], "nearest"),
+            range_of(isa, others, "nearest"),
+            range_of(isa, every, "stochastic"),
+            range_of(isa, every, "decode"),
+            range_of(isa, every, "rotated"),
+            range_of(isa, every, "decode rotated"),
         ]
         for isa in dict.fromkeys(row["isa"] for row in rows("codec"))
     ]
@@ -148,7 +158,7 @@ NATIVE_CODES = {
 
 
 def native_codes() -> str:
-    body = [[NATIVE_CODES[row["kernel"]], _spread(row["ratio"], ".2f")] for row in rows("codes")]
+    body = [[NATIVE_CODES[row["kernel"]], spread(row["ratio"])] for row in rows("codes")]
     return table(["code", "time of memcpy over the kernel's"], body)
 
 
@@ -158,7 +168,7 @@ def native_code_steps() -> str:
     for row in rows("native_codes"):
         every.setdefault((row["method"], row["task"]), {})[row["kernels"]] = row["ratio"]
     body = [
-        [method, task, _spread(found["jnp"], ".2f"), _spread(found["native, again"], ".2f")]
+        [method, task, spread(found["jnp"]), spread(found["native, again"])]
         for (method, task), found in sorted(every.items())
     ]
     return table(["method", "task", "plain jnp", "native, again"], body)
@@ -190,33 +200,24 @@ def power_sgd() -> str:
         "PowerSGD, rank 2": "`PowerSGD(2)`",
         "... ErrorFeedback()": "`PowerSGD(2)` with `ErrorFeedback()`",
     }
-    body = [
-        [
-            names[row["method"]],
-            _spread([1e3 * t for t in row["seconds"]], ".0f"),
-            _spread(row["ratio"], ".1f"),
-            f"{row['sent_bytes'] / 1e6:.1f}",
-        ]
-        for row in rows("power_sgd")
-        if "method" in row
-    ]
-    head = ["method", "ms per all-reduce", "times psum's speed", "MB sent per rank"]
-    return table(head, body)
-
-
-def _spread(quartiles: list[float], digits: str) -> str:
-    low, median, high = (format(x, digits) for x in quartiles)
-    return f"{median} ({low}-{high})"
+    columns = {
+        "method": lambda r: names[r["method"]],
+        "ms per all-reduce": lambda r: spread([1e3 * t for t in r["seconds"]], ".0f"),
+        "times psum's speed": lambda r: spread(r["ratio"], ".1f"),
+        "MB sent per rank": lambda r: f"{r['sent_bytes'] / 1e6:.1f}",
+    }
+    return listed([row for row in rows("power_sgd") if "method" in row], columns)
 
 
 def segments() -> str:
-    def line(row: dict[str, Any]) -> list[str]:
-        names = ("segment_bytes", "window", "threads")
-        setting = [str(row.get(name, "default")) for name in names]
-        return [f"{row['bytes'] / 1e6:g} MB", *setting, _spread(row["ratio"], ".2f")]
-
-    head = ["size", "segment bytes", "window", "threads", "times faster than the defaults"]
-    return table(head, [line(row) for row in rows("segments")])
+    columns = {
+        "size": lambda r: f"{r['bytes'] / 1e6:g} MB",
+        "segment bytes": lambda r: str(r.get("segment_bytes", "default")),
+        "window": lambda r: str(r.get("window", "default")),
+        "threads": lambda r: str(r.get("threads", "default")),
+        "times faster than the defaults": lambda r: spread(r["ratio"]),
+    }
+    return listed(rows("segments"), columns)
 
 
 def rivals() -> str:
@@ -273,18 +274,14 @@ def gpu_kernels() -> str:
     return table(["kernel", "bits", *dtypes], [line(way) for way in ways])
 
 
-def gpu_shares() -> dict[str, dict[str, float]]:
-    """Measured shares of a copy's speed at the largest size, by machine and case."""
+def gpu_machines() -> str:
+    """Measured shares of a copy's speed at the largest size, by case and machine."""
     machines = {"H100": gpu_cases("gpu_h100"), "H200": gpu_cases("gpu_h200")}
     largest = max(row["values"] for row in machines["H100"])
-    return {
+    shares = {
         name: {r["case"]: r["share"][1] for r in measured if r["values"] == largest}
         for name, measured in machines.items()
     }
-
-
-def gpu_machines() -> str:
-    shares = gpu_shares()
     cases = [c for c in shares["H100"] if c.split()[1] == "4" and "bucket" not in c]
     body = [[f"`{case}`", *(f"{share[case]:.2f}" for share in shares.values())] for case in cases]
     return table(["kernel", *shares], body)
@@ -375,20 +372,13 @@ def gpu_streams(machine: str = "gpu_h200", others: Sequence[str] = ("lax", "xla"
     return table(head, [line(*key, by) for key, by in several.items()])
 
 
-def gpu_sockets() -> str:
-    return gpu_streams("gpu_h100_models", ("lax", "lax, bf16", "xla"))
-
-
 def gpu_codes() -> str:
-    body = [
-        [
-            f"`{row['code'].replace('values=Identity(), ', '')}`",
-            *(f"{row[way]:.2f}" for way in ("kernel", "jnp")),
-        ]
-        for row in rows("gpu_h200/checks")
-        if "jnp" in row
-    ]
-    return table(["code", "kernel", "plain jnp"], body)
+    columns = {
+        "code": lambda r: f"`{r['code'].replace('values=Identity(), ', '')}`",
+        "kernel": lambda r: f"{r['kernel']:.2f}",
+        "plain jnp": lambda r: f"{r['jnp']:.2f}",
+    }
+    return listed([row for row in rows("gpu_h200/checks") if "jnp" in row], columns)
 
 
 def gpu_tuned() -> str:
@@ -409,17 +399,9 @@ def gpu_models(model: str = "gpt2", world: int = 2) -> str:
     columns = [{row["way"]: row["seconds"] for row in run["rows"]} for run in runs]
     rates = [r["rate"] if r["rate"] == "unlimited" else f"{r['rate']} Gbit/s" for r in runs]
     body = [
-        [way, *(_spread([1e3 * t for t in c[way]], ".0f") for c in columns)] for way in columns[0]
+        [way, *(spread([1e3 * t for t in c[way]], ".0f") for c in columns)] for way in columns[0]
     ]
     return table(["way", *rates], body)
-
-
-def gpu_models_4() -> str:
-    return gpu_models(world=4)
-
-
-def gpu_models_resnet50() -> str:
-    return gpu_models("resnet50")
 
 
 def gpu_pretrain() -> str:
@@ -448,29 +430,22 @@ def gpu_windows() -> str:
 
 
 def gather_sum_mpi() -> str:
-    body = []
     made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows("gather_sum_mpi")}
-    for world, size in sorted({key[:2] for key in made}):
-        chunks, whole = made[world, size, "scatter_gather"], made[world, size, "gather_sum"]
-        body.append(
-            [
-                str(world),
-                size_text(size),
-                _spread(whole["ratio"], ".2f"),
-                f"{chunks['over_psum'][1]:.2f}",
-                f"{whole['over_psum'][1]:.2f}",
-                f"{whole['sent'] / chunks['sent']:.2f}",
-                f"{chunks['relative_error']:.3f}",
-                f"{whole['relative_error']:.3f}",
-            ]
-        )
-    head = ["ranks", "size", "speed over scatter_gather", "scatter_gather over psum"]
-    head += ["gather_sum over psum", "bytes", "error, scatter_gather", "error, gather_sum"]
-    return table(head, body)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{_three_digits(seconds * 1e3)} ms"
+    pairs = [
+        {"chunks": made[*cell, "scatter_gather"], "whole": made[*cell, "gather_sum"]}
+        for cell in sorted({key[:2] for key in made})
+    ]
+    columns = {
+        "ranks": lambda r: str(r["whole"]["world"]),
+        "size": lambda r: size_text(r["whole"]["bytes"]),
+        "speed over scatter_gather": lambda r: spread(r["whole"]["ratio"]),
+        "scatter_gather over psum": lambda r: f"{r['chunks']['over_psum'][1]:.2f}",
+        "gather_sum over psum": lambda r: f"{r['whole']['over_psum'][1]:.2f}",
+        "bytes": lambda r: f"{r['whole']['sent'] / r['chunks']['sent']:.2f}",
+        "error, scatter_gather": lambda r: f"{r['chunks']['relative_error']:.3f}",
+        "error, gather_sum": lambda r: f"{r['whole']['relative_error']:.3f}",
+    }
+    return listed(pairs, columns)
 
 
 def _three_digits(number: float) -> str:
@@ -541,7 +516,9 @@ def algorithm_model() -> str:
             }
             best = next(name for name in times if times[name] <= 1.01 * min(times.values()))
             gain = times["scatter_gather"] / times[best]
-            line.append(f"`{best}` {_duration(times[best])}, {gain:.3g}")
+            took = times[best]
+            shown = f"{took:.3g} s" if took >= 1 else f"{_three_digits(took * 1e3)} ms"
+            line.append(f"`{best}` {shown}, {gain:.3g}")
         body.append(line)
     head = f"ranks (alpha {alpha * 1e3:.2f} ms, beta {beta * 1e9:.1f} ns per byte)"
     return table([head, *map(size_text, sizes)], body)
@@ -552,64 +529,53 @@ def kills() -> str:
     modes: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in rows("kills"):
         modes.setdefault((row["round"], row["links"]), []).append(row)
-    body = []
+    cells = []
     for (steps, links), every in modes.items():
         went_on = [row for row in every if row["outcome"] == "went on"]
         lost = [row["step"] + 1 - row["from_step"] for row in went_on if row["step"] is not None]
-        body.append(
-            [
-                f"DiLoCo, {steps} steps a round" if steps else "4 bits in every step",
-                _shown(links),
-                str(len(every)),
-                str(sum(row["victim"] == 0 for row in every)),
-                str(sum(row["while"] == "starting" for row in every)),
-                str(len(went_on)),
-                str(max(lost)),
-                _spread(measure.quartiles([row["went_on_after"] for row in went_on]), ".0f"),
-            ]
+        after = measure.quartiles([row["went_on_after"] for row in went_on])
+        cells.append(
+            {
+                "training": f"DiLoCo, {steps} steps a round" if steps else "4 bits in every step",
+                "link": links,
+                "kills": len(every),
+                "of the coordinator": sum(row["victim"] == 0 for row in every),
+                "before its first step": sum(row["while"] == "starting" for row in every),
+                "training continued, with the same bits on all ranks": len(went_on),
+                "most steps lost": max(lost),
+                "seconds until it continued": spread(after, ".0f"),
+            }
         )
-    head = ["training", "link", "kills", "of the coordinator", "before its first step"]
-    head += ["training continued, with the same bits on all ranks", "most steps lost"]
-    return table([*head, "seconds until it continued"], body)
+    return listed(cells, {name: name for name in cells[0]})
 
 
 def levels() -> str:
     """Speeds, bytes and errors of flat and leveled reductions over both exchanges."""
-    body = []
-    for row in rows("levels"):
-        if row["method"] == "psum":
-            continue
-        body.append(
-            [
-                row["links"],
-                size_text(row["bytes"]),
-                f'`"{row["exchange"]}"`',
-                row["method"],
-                _spread(row["ratio"], ".2f"),
-                f"{row['over_flat'][1]:.2f}",
-                size_text(row["between"]),
-                f"{row['relative_error']:.3f}",
-            ]
-        )
-    head = ["link between nodes", "size", "exchange", "reduction", "speed over psum", "over flat"]
-    return table([*head, "a node sends", "relative error"], body)
+    columns = {
+        "link between nodes": "links",
+        "size": lambda r: size_text(r["bytes"]),
+        "exchange": lambda r: f'`"{r["exchange"]}"`',
+        "reduction": "method",
+        "speed over psum": lambda r: spread(r["ratio"]),
+        "over flat": lambda r: f"{r['over_flat'][1]:.2f}",
+        "a node sends": lambda r: size_text(r["between"]),
+        "relative error": lambda r: f"{r['relative_error']:.3f}",
+    }
+    return listed([row for row in rows("levels") if row["method"] != "psum"], columns)
 
 
 def fsdp_speed() -> str:
     """What sharded training sends, by every method."""
-    body = []
-    for row in sorted(rows("fsdp_speed"), key=lambda r: (RATES.index(r["links"]), r["world"])):
-        body.append(
-            [
-                row["links"],
-                str(row["world"]),
-                row["method"],
-                f"{row['seconds'][1] * 1e3:.0f}",
-                _spread(row["ratio"], ".2f"),
-                size_text(row["sent"]),
-            ]
-        )
-    return table(["link", "ranks", "method", "ms", "times exact's speed", "a rank sends"], body)
+    columns = {
+        "link": "links",
+        "ranks": "world",
+        "method": "method",
+        "ms": lambda r: f"{r['seconds'][1] * 1e3:.0f}",
+        "times exact's speed": lambda r: spread(r["ratio"]),
+        "a rank sends": lambda r: size_text(r["sent"]),
+    }
+    order = sorted(rows("fsdp_speed"), key=lambda r: (RATES.index(r["links"]), r["world"]))
+    return listed(order, columns)
 
 
 def in_flight() -> str:
@@ -684,8 +650,7 @@ def training_step() -> str:
         cases.setdefault(case, {})[row["way"]] = row["seconds"]
     ways = list(dict.fromkeys(way for by in cases.values() for way in by))
     body = [
-        [way, *(_spread([1e3 * t for t in by[way]], ".0f") for by in cases.values())]
-        for way in ways
+        [way, *(spread([1e3 * t for t in by[way]], ".0f") for by in cases.values())] for way in ways
     ]
     heads = [f"{size:g} MB, {world} ranks, {_shown(links)}" for size, world, links in cases]
     return table(["way", *heads], body)
@@ -704,36 +669,43 @@ def compile_time(name: str = "compile_time") -> str:
     return table(["way", *models], body)
 
 
-def compile_time_models() -> str:
-    return compile_time("compile_time_models")
-
-
 def compile_time_codes() -> str:
     """The seconds to trace and compile a reduction of 100 leaves by its code."""
-    body = [
-        [f"`{row['way']}`", f"{row['total_seconds']:.1f}"]
-        for row in rows("compile_time")
-        if row["base"] == "lax.psum" and row["model"] == "100 leaves"
-    ]
-    return table(["reduction", "seconds"], body)
+    of = ("lax.psum", "100 leaves")
+    columns = {
+        "reduction": lambda r: f"`{r['way']}`",
+        "seconds": lambda r: f"{r['total_seconds']:.1f}",
+    }
+    return listed([r for r in rows("compile_time") if (r["base"], r["model"]) == of], columns)
 
 
 def critical_phases() -> str:
-    body = []
-    for row in rows("critical_phases"):
+    def loss(row: dict[str, Any]) -> str:
         losses = np.array(row["losses"])
-        loss = f"{losses.mean():.4f} ± {losses.std(ddof=1):.4f}"
-        body.append([row["way"], f"{row['bits']:.2f}", f"{row['sent_bytes'] / 1e6:.1f}", loss])
-    return table(["widths", "bits per value", "MB sent", "training loss"], body)
+        return f"{losses.mean():.4f} ± {losses.std(ddof=1):.4f}"
+
+    columns = {
+        "widths": "way",
+        "bits per value": lambda r: f"{r['bits']:.2f}",
+        "MB sent": lambda r: f"{r['sent_bytes'] / 1e6:.1f}",
+        "training loss": loss,
+    }
+    return listed(rows("critical_phases"), columns)
 
 
 def small_leaves() -> str:
     """The milliseconds of the sums of many small leaves, one by one and together."""
-    body = []
-    for row in rows("small_leaves"):
-        times = [_spread([1e3 * t for t in each], ".1f") for each in row["seconds"].values()]
-        body.append([row["links"], str(row["world"]), *times])
-    return table(["link", "ranks", "one `lax.psum` per leaf: ms", "one sum of all: ms"], body)
+
+    def ms(row: dict[str, Any], how: str) -> str:
+        return spread([1e3 * t for t in row["seconds"][how]], ".1f")
+
+    columns = {
+        "link": "links",
+        "ranks": "world",
+        "one `lax.psum` per leaf: ms": lambda r: ms(r, "psum"),
+        "one sum of all: ms": lambda r: ms(r, "psum_compressed"),
+    }
+    return listed(rows("small_leaves"), columns)
 
 
 def overlap() -> str:
@@ -747,8 +719,8 @@ def overlap() -> str:
         after, tuned = own["after"], own["tuned"]
         share = own["compute"]["seconds"][1] / after["seconds"][1]
         first = f"{after['seconds'][1] * 1e3:.1f}", f"{after['over_pmean'][1]:.2f}", f"{share:.2f}"
-        cells = [_spread(own[w]["over_after"], ".2f") if own[w] else "" for w in others]
-        chosen = f"{_spread(tuned['over_after'], '.2f')}: {tuned['setting'].split(', ')[-1]}"
+        cells = [spread(own[w]["over_after"]) if own[w] else "" for w in others]
+        chosen = f"{spread(tuned['over_after'])}: {tuned['setting'].split(', ')[-1]}"
         body.append([task, str(world), links, *first, *cells, chosen])
     head = ["task", "ranks", "link", "after it: ms", "over `lax.pmean`", "compute's share", *others]
     return table([*head, "the tuner's"], body)
@@ -756,15 +728,15 @@ def overlap() -> str:
 
 def delayed() -> str:
     """A round of DiLoCo against the same steps of its inner optimizer alone."""
-    head = ["", "link", "workers", "steps of a round", "ms a step", "over the steps alone"]
-    body = [
-        [
-            *(row["method"], row["links"], str(row["world"]), str(row["every"])),
-            *(f"{row['step_seconds'][1] * 1e3:.0f}", _spread(row["ratio"], ".2f")),
-        ]
-        for row in rows("delayed")
-    ]
-    return table(head, body)
+    columns = {
+        "": "method",
+        "link": "links",
+        "workers": "world",
+        "steps of a round": "every",
+        "ms a step": lambda r: f"{r['step_seconds'][1] * 1e3:.0f}",
+        "over the steps alone": lambda r: spread(r["ratio"]),
+    }
+    return listed(rows("delayed"), columns)
 
 
 def predicted_steps() -> str:
@@ -802,25 +774,18 @@ def scaling() -> str:
 
 def tuner() -> str:
     """The tuner's choice beside psum and the best of a grid of fixed settings."""
-    body = []
-    trees = dict.fromkeys(row["tree"] for row in rows("tuner"))
-    cells = {(row["tree"], row["links"], row["world"]): row for row in rows("tuner")}
-    for row in filter(None, map(cells.get, itertools.product(sorted(trees), RATES, (2, 4)))):
-        low, share, high = row["share"]
-        body.append(
-            [
-                row["tree"],
-                row["links"],
-                str(row["world"]),
-                row["choice"],
-                f"{row['seconds'][1] * 1e3:.0f}",
-                f"{row['gain'][1]:.1f}",
-                f"{share:.2f} ({low:.2f}-{high:.2f})",
-                str(row["turns"]),
-            ]
-        )
-    head = ["tree", "link", "ranks", "choice", "ms", "times `lax.psum`'s speed"]
-    return table([*head, "share of the best", "turns"], body)
+    columns = {
+        "tree": "tree",
+        "link": "links",
+        "ranks": "world",
+        "choice": "choice",
+        "ms": lambda r: f"{r['seconds'][1] * 1e3:.0f}",
+        "times `lax.psum`'s speed": lambda r: f"{r['gain'][1]:.1f}",
+        "share of the best": lambda r: spread(r["share"]),
+        "turns": "turns",
+    }
+    order = lambda r: (r["tree"], RATES.index(r["links"]), r["world"])  # noqa: E731
+    return listed(sorted(rows("tuner"), key=order), columns)
 
 
 def time_to_loss() -> str:
@@ -857,7 +822,6 @@ TABLES: dict[str, Callable[[], str]] = {
         codec,
         compile_time,
         compile_time_codes,
-        compile_time_models,
         delayed,
         fsdp_speed,
         gather_sum_mpi,
@@ -867,12 +831,9 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_sizes,
         gpu_small,
         gpu_streams,
-        gpu_sockets,
         gpu_codes,
         gpu_tuned,
         gpu_models,
-        gpu_models_4,
-        gpu_models_resnet50,
         gpu_pretrain,
         gpu_windows,
         in_flight,
@@ -894,6 +855,11 @@ TABLES: dict[str, Callable[[], str]] = {
         training_step,
         tuner,
     )
+} | {
+    "compile_time_models": partial(compile_time, "compile_time_models"),
+    "gpu_models_4": partial(gpu_models, world=4),
+    "gpu_models_resnet50": partial(gpu_models, "resnet50"),
+    "gpu_sockets": partial(gpu_streams, "gpu_h100_models", ("lax", "lax, bf16", "xla")),
 }
 
 

@@ -25,7 +25,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import measure
-from cgx_jax.commands import rig
 
 WIDTH, LAYERS = 2048, 6
 # PowerSGD's hook waits for one all-reduce inside the callback of another. On gloo's two threads
@@ -38,8 +37,7 @@ def main() -> int:
     parser.add_argument("--size", default="100M", help="fp32 bytes per rank (default %(default)s)")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        command = [sys.executable, *sys.argv]
-        return rig.run(arguments.world, arguments.rate, command, timeout=3600)
+        return measure.launch(arguments, [(arguments.world, arguments.rate, {})])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     size = measure.size_in_bytes(arguments.size)
@@ -47,10 +45,9 @@ def main() -> int:
     if dist.get_rank() == 0:
         for row in rows:
             row.update(world=dist.get_world_size(), links=arguments.rate)
-            low, middle, high = row["ratio"]
             print(
                 f"{row['what']:>10} {row['method']:>10} {row['seconds'] * 1e3:>9.1f} ms"
-                f"  {middle:.2f} ({low:.2f}-{high:.2f})  error {row['error']:.1e}"
+                f"  {measure.spread(row['ratio'])}  error {row['error']:.1e}"
             )
         measure.write_json(arguments.json, rows)
     dist.barrier()

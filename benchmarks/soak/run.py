@@ -59,9 +59,7 @@ KILL_WITHIN = 60  # seconds after a job's first reduction
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measure.parser(__doc__)
     known = list(dict.fromkeys(phase for phase, _, _ in PHASES))
     parser.add_argument("--hours", type=float, default=1.0, help="(default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -71,7 +69,6 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("build/soak"))
     parser.add_argument("--repeat", metavar="JOB:PHASE:EXCHANGE:WORLD:STEP", help="one step again")
     parser.add_argument("--state", type=Path, help="what the repeated job began with")
-    measure.add_json_option(parser)
     arguments = parser.parse_args()
     if not Path("/proc/self/statm").exists():
         parser.error("memory is read from /proc, which this system lacks; run it on Linux.")
@@ -79,8 +76,7 @@ def main() -> int:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.repeat:
         return repeat(arguments)
-    soak = Soak(arguments)
-    return soak.run()
+    return Soak(arguments).run()
 
 
 class Soak:
@@ -199,7 +195,11 @@ class Job:
             shutil.copy(self.spec["state"], self.folder / "began.npz")
         worker = [sys.executable, "-W", "ignore", str(HERE / "worker.py"), str(self.folder)]
         if self.spec["exchange"] == "mpi":
-            commands = [[mpiexec(), "-n", str(world), *worker, "mpi"]]
+            if (mpiexec := measure.mpiexec()) is None:
+                raise FileNotFoundError(
+                    "no mpiexec: pip install mpich mpi4py, or leave out the mpi phases"
+                )
+            commands = [[mpiexec, "-n", str(world), *worker, "mpi"]]
         else:
             commands = [[*worker, str(rank)] for rank in range(world)]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -318,14 +318,6 @@ class Job:
 def _signal(send: Any, pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         send(pid, number)
-
-
-def mpiexec() -> str:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    found = shutil.which("mpiexec", path=path)
-    if found is None:
-        raise FileNotFoundError("no mpiexec: pip install mpich mpi4py, or leave out the mpi phases")
-    return found
 
 
 def repeat(arguments: argparse.Namespace) -> int:

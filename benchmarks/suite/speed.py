@@ -38,7 +38,6 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.choice import auto
-from cgx_jax.commands import rig
 from cgx_jax.compressors import SummedCompressor
 from cgx_jax.exchanges import Mpi
 from cgx_jax.transforms.precondition import WARMUP
@@ -140,10 +139,7 @@ def compare(
     ranks.in_turns(steps, WARMUP // 3 + 1)
     rows = []
     for link in links:
-        ranks.barrier()
-        if ranks.first:
-            rig.shape(link)
-        ranks.barrier()
+        ranks.relink(link)
         ranks.in_turns(steps, 1)
         seconds = ranks.in_turns(steps, reps)
         shown = {"exchange": exchange, "reps": reps, "batch": len(batch[0])}
@@ -170,8 +166,10 @@ def of_exchange(
     return type(kind.__name__, (kind,), {"exchange": exchange})(model, configuration, model.steps)
 
 
-def parser_of(description: str | None, tasks: list[str]) -> argparse.ArgumentParser:
-    """Returns a parser of the tasks, worlds and links that `launch` goes through."""
+def parser_of(
+    description: str | None, tasks: list[str], option: str, **how: Any
+) -> argparse.ArgumentParser:
+    """Returns a parser of the tasks, worlds and links that `launch` goes through, and `option`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -179,20 +177,20 @@ def parser_of(description: str | None, tasks: list[str]) -> argparse.ArgumentPar
     parser.add_argument("--world", nargs="+", type=int, default=[2, 4], help="(default 2 and 4)")
     rates = ["100mbit", "1gbit", "10gbit"]
     parser.add_argument("--links", nargs="+", default=rates, help="(default %(default)s)")
+    parser.add_argument(option, **how)
     parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
     measure.add_json_option(parser)
     return parser
 
 
 def main() -> int:
-    parser = parser_of(__doc__, list(MODELS))
-    parser.add_argument("--methods", default=";".join(TIMED), help="names separated by ';'")
-    arguments = parser.parse_args()
+    methods = {"default": ";".join(TIMED), "help": "names separated by ';'"}
+    arguments = parser_of(__doc__, list(MODELS), "--methods", **methods).parse_args()
     if rank_of_process() is None:
-        return launch(arguments, "--methods", arguments.methods)
-    (world,), (task,) = arguments.world, arguments.task
-    ranks = Ranks(world)
+        return launch(arguments)
+    ranks = Ranks()
     names = list(dict.fromkeys(["exact", *arguments.methods.split(";")]))
+    (task,) = arguments.task
     rows = compare(ranks, task, names, fastest(), arguments.links, arguments.reps)
     if ranks.first:
         measure.write_json(arguments.json, rows)
@@ -204,25 +202,19 @@ def fastest() -> str:
     return "mpi" if Mpi() in auto.available() else "xla"
 
 
-def launch(arguments: argparse.Namespace, *options: str) -> int:
-    """Runs every task and world in its own processes, with the command's own `options`."""
-    for world, task in itertools.product(arguments.world, arguments.task):
-        command = [sys.executable, sys.argv[0], "--task", task, "--world", str(world)]
-        command += ["--links", *arguments.links, *options, "--reps", str(arguments.reps)]
-        command += ["--json", str(arguments.json)] if arguments.json else []
-        rate = arguments.links[0]
-        if code := rig.run(world, rate, command, timeout=3600, mpi=measure.has_mpi()):
-            return code
-    return 0
+def launch(arguments: argparse.Namespace) -> int:
+    """Runs every task and world in its own processes."""
+    pairs = itertools.product(arguments.world, arguments.task)
+    cells = ((w, arguments.links[0], {"task": [task], "world": [w]}) for w, task in pairs)
+    return measure.launch(arguments, cells, mpi=measure.has_mpi())
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     print(f"  {'method':<30} {'step ms':>8}  {'ratio (quartiles)':<18} {'samples/s':>9} compute ms")
     for row in rows:
-        low, ratio, high = row["ratio"]
         print(
             f"  {row['method']:<30} {row['seconds'][1] * 1e3:>8.1f}  "
-            f"{f'{ratio:.2f} ({low:.2f}-{high:.2f})':<18} {row['batch'] / row['seconds'][1]:>9.0f} "
+            f"{measure.spread(row['ratio']):<18} {row['batch'] / row['seconds'][1]:>9.0f} "
             f"{row['compute'][1] * 1e3:>10.1f}",
             flush=True,
         )
