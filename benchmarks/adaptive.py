@@ -10,7 +10,6 @@ by the time of 10,000 measured steps.
     python benchmarks/adaptive.py --json benchmarks/results/adaptive.jsonl
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -70,13 +69,7 @@ class Training:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--train", type=int, default=300)
-    measure.add_json_option(parser)
+    parser = measure.parser(__doc__, width=128, layers=4, batch=16, rounds=15, train=300)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
@@ -101,7 +94,7 @@ def main():
         for name in order[number % len(order) :] + order[: number % len(order)]:
             seconds[name].append(trainings[name].run(batches))
     of_uniform = {
-        name: (np.quantile(np.divide(own, seconds["uniform"]) - 1, [0.25, 0.5, 0.75])).tolist()
+        name: measure.quartiles(np.divide(own, seconds["uniform"]) - 1)
         for name, own in seconds.items()
         if name != "uniform"
     }

@@ -72,26 +72,17 @@ def model_of(name: str) -> Model:
 
 
 def steps(mesh: Mesh) -> dict[str, optax.GradientTransformation]:
-    """Returns whole optimizers by name."""
+    """Returns whole optimizers by name: most are what precedes Adam in the chain."""
     adam = optax.adam(1e-3)
-
-    def diloco(**options: Any) -> optax.GradientTransformation:
-        return transforms.diloco(adam, "ranks", CODE, every=8, mesh=mesh, exchange="xla", **options)
-
-    return {name: optax.chain(way, adam) for name, way in before_adam(mesh).items()} | {
-        "diloco(every=8)": diloco(),
-        "diloco(every=8, fragments=4, delay=1)": diloco(fragments=4, delay=1),
-    }
-
-
-def before_adam(mesh: Mesh) -> dict[str, optax.GradientTransformation]:
-    """Returns what precedes Adam in the chain, by name."""
 
     def sync(code: Any = CODE, **options: Any) -> optax.GradientTransformation:
         return cgx_jax.sync_gradients("ranks", code, mesh=mesh, exchange="xla", **options)
 
+    def diloco(**options: Any) -> optax.GradientTransformation:
+        return transforms.diloco(adam, "ranks", CODE, every=8, mesh=mesh, exchange="xla", **options)
+
     exact = optax.stateless(lambda grads, _: lax.pmean(grads, "ranks"))
-    return {
+    before_adam = {
         STEP: exact,
         "exact step, 1 array more per leaf": optax.chain(exact, optax.trace(0.9)),
         "exact step, 2 arrays more": optax.chain(exact, *2 * [optax.trace(0.9)]),
@@ -106,6 +97,10 @@ def before_adam(mesh: Mesh) -> dict[str, optax.GradientTransformation]:
         ),
         "exact leaves, ErrorFeedback()": sync(cgx_jax.Identity(), memory=ErrorFeedback()),
         "Stages of two": sync(policies.Stages((Quantize(8), CODE), (1000,))),
+    }
+    return {name: optax.chain(way, adam) for name, way in before_adam.items()} | {
+        "diloco(every=8)": diloco(),
+        "diloco(every=8, fragments=4, delay=1)": diloco(fragments=4, delay=1),
     }
 
 

@@ -9,7 +9,6 @@ changes fast, and otherwise 2. Each line has the mean bits per value, the bytes 
 all, and the training loss (the mean of the last tenth of the steps), as means over the seeds.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +71,7 @@ class Training:
 
     def __init__(self, policy: Any, mesh: jax.sharding.Mesh, steps: int):
         self.policy, self.mesh = policy, mesh
-        rate = optax.piecewise_constant_schedule(0.3, {drop_of(steps): 0.1})
+        rate = optax.piecewise_constant_schedule(0.3, {2 * steps // 3: 0.1})
         reduce = cgx_jax.sync_gradients(
             "data",
             policy,
@@ -111,11 +110,6 @@ class Training:
         return Result(np.array(losses), np.array(bits), sent)
 
 
-def drop_of(steps: int) -> int:
-    """The step at which the learning rate falls to a tenth."""
-    return 2 * steps // 3
-
-
 def bits_per_value(plan: cgx_jax.Plan) -> float:
     """Payload bits per value, including the buckets' ranges."""
     pairs = zip(plan.leaves, plan.compressors, strict=True)
@@ -141,11 +135,7 @@ def policies(steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--seeds", type=int, default=5)
-    measure.add_json_option(parser)
-    arguments = parser.parse_args()
+    arguments = measure.parser(__doc__, steps=480, seeds=5).parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
     mesh = jax.make_mesh((WORLD,), ("data",))

@@ -7,7 +7,6 @@ and the standard deviation of the final loss (the mean of the last tenth of the 
 difference to exact training in standard deviations of the exact runs.
 """
 
-import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -56,10 +55,7 @@ def final_losses(mesh, seeds: int, steps: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
-    measure.add_json_option(parser)
+    parser = measure.parser(__doc__, seeds=5, steps=60)
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error(f"--seeds={arguments.seeds} has no deviation; pass 2 or more")

@@ -40,12 +40,12 @@ OPTIONS = {
 
 
 def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Returns a parser with `--json` and the given OPTIONS, each of its default's type."""
+    """Returns a parser with `--json` and options, each of its default's type."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in defaults.items():
-        says = f"{OPTIONS[name]} (default %(default)s)"
+        says = f"{OPTIONS.get(name, '')} (default %(default)s)"
         made.add_argument(f"--{name}", type=type(default), default=default, help=says)
     add_json_option(made)
     return made

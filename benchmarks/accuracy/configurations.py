@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import optax
 
@@ -38,12 +39,10 @@ def uniform(
     bucket_size: int = 512,
     rounding: str = "nearest",
     rotation: bool = False,
-    precondition: SecondMoment | None = None,
-    takes_momentum: bool = False,
-    rate: float = 1.0,
+    **options: Any,
 ) -> Configuration:
     compressor = Quantize(bits, bucket_size, rounding, rotation)
-    return Configuration(lambda _: compressor, memory, precondition, takes_momentum, rate)
+    return Configuration(lambda _: compressor, memory, **options)
 
 
 def adaptive(

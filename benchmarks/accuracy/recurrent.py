@@ -49,7 +49,7 @@ class Recurrent(nnx.Module):
         return self.logits(hidden.swapaxes(0, 1))
 
 
-def next_token_loss(model: Recurrent, tokens: jax.Array) -> jax.Array:
+def next_token_loss(model: nnx.Module, tokens: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats per token of i32[batch, length + 1], without each first token."""
     logits = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()

@@ -24,7 +24,7 @@ import recurrent
 from recurrent import Recurrent, next_token_loss
 
 import corpus
-from model import Transformer, next_byte_loss
+from model import Transformer
 
 Batch = tuple[np.ndarray, ...]
 CHECKS_SEED = 1_000_000  # seed of the held-out windows, which are the same in all runs
@@ -72,18 +72,18 @@ def epochs(size: int, steps: int, batch: int, seed: int) -> np.ndarray:
 
 LENGTH = 64
 WINDOWS = 16  # per step
+Text = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
-def _windows(steps: int, seed: int) -> Batch:
-    return (corpus.windows(corpus.load()[0], steps, WINDOWS, LENGTH, seed),)
-
-
-def _checked_windows() -> Batch:
-    return (corpus.windows(corpus.load()[1], 8, 64, LENGTH, CHECKS_SEED),)
-
-
-def _language_metrics(model: nnx.Module, tokens: jax.Array) -> dict[str, jax.Array]:
-    return {"loss": next_byte_loss(model, tokens)}
+def _next_token(text: Text, windows: int, length: int, **rest: Any) -> Task:
+    """Returns the task of predicting the next token of a (training, held-out) text."""
+    return Task(
+        batches=lambda steps, seed: (corpus.windows(text()[0], steps, windows, length, seed),),
+        held_out=lambda: (corpus.windows(text()[1], 8, 64, length, CHECKS_SEED),),
+        loss=next_token_loss,
+        metrics=lambda model, tokens: {"loss": next_token_loss(model, tokens)},
+        **rest,
+    )
 
 
 def _adamw(steps: int) -> optax.GradientTransformation:
@@ -187,16 +187,8 @@ def _digit_batches(steps: int, seed: int) -> Batch:
     return (x[epochs(len(x), steps, DIGITS, seed)],)
 
 
-def _held_out_digits() -> Batch:
-    return (_digits()[1][None],)
-
-
 def _squared_error(model: nnx.Module, x: jax.Array) -> jax.Array:
     return jnp.square(model(x) - x).mean()
-
-
-def _autoencoder_metrics(model: nnx.Module, x: jax.Array) -> dict[str, jax.Array]:
-    return {"loss": _squared_error(model, x)}
 
 
 def adam(steps: int) -> optax.GradientTransformation:
@@ -209,19 +201,12 @@ RECURRENT_LENGTH = 48
 RECURRENT_WINDOWS = 32  # per step
 
 
-def _recurrent(text: Callable[[], tuple[np.ndarray, np.ndarray]], vocabulary: int) -> Task:
-    def batches(steps: int, seed: int) -> Batch:
-        return (corpus.windows(text()[0], steps, RECURRENT_WINDOWS, RECURRENT_LENGTH, seed),)
-
-    def held_out() -> Batch:
-        return (corpus.windows(text()[1], 8, 64, RECURRENT_LENGTH, CHECKS_SEED),)
-
-    return Task(
+def _recurrent(text: Text, vocabulary: int) -> Task:
+    return _next_token(
+        text,
+        RECURRENT_WINDOWS,
+        RECURRENT_LENGTH,
         build=lambda rngs: Recurrent(vocabulary, 64, 128, rngs),
-        batches=batches,
-        held_out=held_out,
-        loss=next_token_loss,
-        metrics=lambda model, tokens: {"loss": next_token_loss(model, tokens)},
         optimizer=_clipped_adam,
         steps=400,
     )
@@ -232,12 +217,11 @@ def _clipped_adam(steps: int) -> optax.GradientTransformation:
 
 
 TASKS = {
-    "language": Task(
+    "language": _next_token(
+        corpus.load,
+        WINDOWS,
+        LENGTH,
         build=lambda rngs: Transformer(64, 2, LENGTH, rngs),
-        batches=_windows,
-        held_out=_checked_windows,
-        loss=next_byte_loss,
-        metrics=_language_metrics,
         optimizer=_adamw,
         steps=200,
     ),
@@ -254,9 +238,9 @@ TASKS = {
     "autoencoder": Task(
         build=Autoencoder,
         batches=_digit_batches,
-        held_out=_held_out_digits,
+        held_out=lambda: (_digits()[1][None],),
         loss=_squared_error,
-        metrics=_autoencoder_metrics,
+        metrics=lambda model, x: {"loss": _squared_error(model, x)},
         optimizer=adam,
         steps=300,
     ),

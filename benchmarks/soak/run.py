@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=240, help="seconds (default %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("build/soak"))
     parser.add_argument("--repeat", metavar="JOB:PHASE:EXCHANGE:WORLD:STEP", help="one step again")
-    parser.add_argument("--state", type=Path, help="what the repeated job began with")
+    parser.add_argument("--state", help="what the repeated job began with")
     arguments = parser.parse_args()
     if not Path("/proc/self/statm").exists():
         parser.error("memory is read from /proc, which this system lacks; run it on Linux.")
@@ -84,7 +84,7 @@ class Soak:
         self.arguments, self.rows = arguments, []
         self.begin = time.monotonic()
         self.log = open(arguments.folder / "log.txt", "w")  # noqa: SIM115
-        self.state: Path | None = None
+        self.state: str | None = None
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -103,7 +103,7 @@ class Soak:
                 self.say(f"records and output are kept in {job.kept}")
             saved = job.folder / "state.npz"
             if row["phase"] == "kills" and saved.exists():
-                self.state = saved.replace(self.arguments.folder / "state.npz")
+                self.state = str(saved.replace(self.arguments.folder / "state.npz"))
             self.write()
         total = report.summary(self.rows)
         self.say(json.dumps(total))
@@ -145,33 +145,12 @@ class Soak:
 
 
 def specification(
-    arguments: argparse.Namespace,
-    number: int,
-    phase: str,
-    *,
-    exchange: str,
-    world: int,
-    seconds: float = 0,
-    state: Path | None = None,
-    victim: int | None = None,
-    kill_after: float = 0,
-    repeat: int | None = None,
+    arguments: argparse.Namespace, number: int, phase: str, **drawn: Any
 ) -> dict[str, Any]:
-    """Returns what the workers of a job are told."""
-    return {
-        "seed": arguments.seed,
-        "pool": arguments.pool,
-        "number": number,
-        "phase": phase,
-        "exchange": exchange,
-        "world": world,
-        "seconds": seconds,
-        "state": None if state is None else str(state),
-        "kept": str(arguments.folder / f"job{number}"),
-        "victim": victim,
-        "kill_after": kill_after,
-        "repeat": repeat,
-    }
+    """Returns what the workers of a job are told; `drawn` are its own fields."""
+    usual = {"seconds": 0, "state": None, "victim": None, "kill_after": 0, "repeat": None}
+    job = {"seed": arguments.seed, "pool": arguments.pool, "number": number, "phase": phase}
+    return usual | job | {"kept": str(arguments.folder / f"job{number}")} | drawn
 
 
 class Job:
