@@ -11,7 +11,7 @@ from jax._src import dispatch
 
 import cgx_jax
 from cgx_jax.collective import Collective
-from cgx_jax.compressors.quantized import QuantizedChunks, QuantizedWhole
+from cgx_jax.compressors.quantize import QuantizedChunks, QuantizedWhole
 from worlds import on_ranks
 
 pytestmark = pytest.mark.usefixtures("unoptimized")

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from cgx_jax._types import Key
+from cgx_jax._types import Key, Shaped, Words
 from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import CodedLeaf, PayloadCompressor
-from cgx_jax.compressors.codes import ChunkCode, WholeCode
-from cgx_jax.compressors.quantized import QuantizedChunks, QuantizedWhole
-from cgx_jax.kernels import primitives
-from cgx_jax.kernels.primitives import Sent
-from cgx_jax.kernels.reference import NORMAL_RANGE
-from cgx_jax.kernels.squared_error import quantized_errors
+from cgx_jax.compressors.codes import Arrays, ChunkCode, WholeCode, folded
+from cgx_jax.compressors.packing import size_of
+from cgx_jax.kernels import primitives, reference, scaling
+from cgx_jax.kernels.primitives import NO_RANK, Sent
+from cgx_jax.kernels.scaling import Residuals
+from cgx_jax.kernels.units import Units, each
 from cgx_jax.kernels.wire import (
     GROUP,
     MAX_BITS,
@@ -142,12 +142,45 @@ class Quantize(PayloadCompressor):
 
     @classmethod
     def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
-        codes = [(c.bits, c.bucket_size, c.unbiased, c.rotation) for c in candidates]
-        return quantized_errors(codes, rows, filled)
+        """Returns errors from the quantizer's arithmetic only: nothing is packed.
+
+        For random rounding they are expectations. The signs of a rotation differ from the signs
+        with which the leaf is sent, which changes nothing on average. Units are not rounded to
+        bf16, and segments of zeros are not exact. Candidates that differ only in bits are computed
+        together, since each operation takes time to compile.
+        """
+        runs, length = rows.shape
+        here = np.arange(length) < np.asarray(filled)[:, None]
+        columns: list[Any] = [None] * len(candidates)
+        kinds = [(c.bucket_size, c.unbiased, c.rotation) for c in candidates]
+        for size, unbiased, rotation in dict.fromkeys(kinds):
+            own = [i for i, kind in enumerate(kinds) if kind == (size, unbiased, rotation)]
+            bits = np.array([candidates[i].bits for i in own])
+            levels = (2.0**bits - 1).astype(np.float32)[None]  # [1, own]
+            values = jnp.where(here, rows, 0) if rotation else rows
+            blocks = values.reshape(-1, size)
+            if rotation:
+                blocks = reference.rotate(blocks, 0, 0)
+            low, high = blocks.min(axis=1)[:, None], blocks.max(axis=1)[:, None]  # [blocks, own]
+            if rotation and not unbiased and reference.one_block(size):
+                limits = jax.vmap(reference.normal_limits, (None, 0), 1)(blocks, bits)
+                low, high = jnp.maximum(low, -limits), jnp.minimum(high, limits)
+            unit = ((high - low) / levels)[:, None]  # [blocks, 1, own]
+            level = (blocks[:, :, None] - low[:, None]) / jnp.where(unit > 0, unit, 1)
+            nearest = jnp.clip(jnp.floor(level + 0.5), 0, levels[None])
+            up = level - jnp.floor(level)
+            moved = up * (1 - up) if unbiased else jnp.square(level - nearest)
+            error = (moved * jnp.square(unit)).reshape(runs, length, len(own))
+            if rotation:  # the error of all sent values; rotating back scales squares
+                error = error * reference.squares_turned_back(size)
+            else:
+                error = jnp.where(here[..., None], error, 0)
+            for i, sums in zip(own, error.sum(axis=1).T, strict=True):
+                columns[i] = sums
+        return jnp.stack(columns, axis=1)
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
-        size = shape if isinstance(shape, int) else math.prod(shape)
-        return 8 * leaf_bytes(size, self.bits, self.bucket_size)
+        return 8 * leaf_bytes(size_of(shape), self.bits, self.bucket_size)
 
     def slot(self, shape: int | Sequence[int], number: int = 0) -> Slot:
         """Returns this compressor's slot for a leaf of this shape, or size, in a fusion buffer."""
@@ -208,7 +241,9 @@ class Quantize(PayloadCompressor):
             outward = (1 + 2.0**-7) / levels
             stretch = math.sqrt(self.bucket_size) * outward * (2 if self.unbiased else 1)
             if not self.unbiased:
-                stretch = max(stretch, math.hypot(1, float(NORMAL_RANGE[self.bits]) * outward))
+                stretch = max(
+                    stretch, math.hypot(1, float(reference.NORMAL_RANGE[self.bits]) * outward)
+                )
             bound = norm * (stretch + 2.0**-16) * (1 / power)
             tail = jnp.size(x) % self.bucket_size
             sizes = [self.bucket_size, *([tail + -tail % GROUP] if tail else [])]
@@ -251,3 +286,76 @@ class Quantize(PayloadCompressor):
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         return primitives.decode(payload, Layout((self.slot(like.shape),), 1), [like])[0]
+
+
+# The codes of fusion buffers, in which the kernels handle all leaves in one call.
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedChunks(ChunkCode):
+    """Chunks cut at bucket boundaries; one kernel call per phase."""
+
+    layout: Layout
+
+    @property
+    def row_bytes(self) -> int:
+        return self.layout.chunk_bytes
+
+    def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
+        return primitives.encode(sent, self.layout, residual=residual)
+
+    def reduce(
+        self, sent: Sent, rows: jax.Array, divisor: float, residuals: Residuals
+    ) -> tuple[jax.Array, Residuals]:
+        return primitives.reduce(sent, rows, self.layout, divisor=divisor, residuals=residuals)
+
+    def decode(
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units | None
+    ) -> list[jax.Array]:
+        return primitives.decode(rows, self.layout, like, units=units)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedWhole(WholeCode):
+    """Whole leaves one after the other; one kernel call per direction."""
+
+    layout: Layout
+
+    @property
+    def row_bytes(self) -> int:
+        return self.layout.total_bytes
+
+    def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
+        # Whole leaves have no own chunk.
+        whole = sent._replace(words=self.words(sent.words, sent.rank), rank=NO_RANK)
+        rows, lost = primitives.encode(whole, self.layout, residual=residual)
+        return rows.reshape(-1), lost
+
+    def sum(
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units | None, divisor: float
+    ) -> list[jax.Array]:
+        # All decoded payloads, including this rank's own, are added to zeros: all ranks add the
+        # same numbers.
+        zeros = [
+            jnp.zeros(x.shape, x.dtype if unit is None else jnp.float32)
+            for x, unit in zip(like, each(units, len(like)), strict=True)
+        ]
+        rank = jnp.int32(NO_RANK)
+        sums = primitives.accumulate(rank, rows, zeros, self.layout, divisor=divisor)
+        return scaling.all_decoded(sums, units, like)
+
+    def accumulate(
+        self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float
+    ) -> list[jax.Array]:
+        return primitives.accumulate(rank, rows, own, self.layout, divisor=divisor)
+
+    def decode(self, rows: jax.Array, like: Sequence[Shaped]) -> list[jax.Array]:
+        return jax.vmap(lambda row: primitives.decode(row, self.layout, like))(rows)
+
+    def words(self, seed: Words, rank: ArrayLike) -> Words:
+        if any(slot.rounding == "correlated" for slot in self.layout.slots):
+            # Kernels divide noise among the ranks only in a chunked buffer. In a whole buffer all
+            # ranks would draw the same noise, and their errors would add up. Independent noise
+            # averages out.
+            return folded(seed, rank)
+        return seed
