@@ -66,16 +66,20 @@ def run(
         if links.first:
             print_rows(found, header=not rows)
         rows += found
-    if not links.first:
-        return
-    if json_path is not None:
+    if links.first:
         machine = installation.facts()
         document = {"machine": machine, "world": links.world, "link": link, "rows": rows}
+        write("draw_bench", document, json_path, png_path)
+
+
+def write(chart: str, document: Json, json_path: Path | None, png_path: Path | None) -> None:
+    """Writes what is asked for: a document, and the `chart` of its rows."""
+    if json_path is not None:
         files.write(json_path, json.dumps(document, indent=1) + "\n")
     if png_path is not None:
         from cgx_jax.commands import charts  # matplotlib is an extra
 
-        charts.draw_bench(rows, links.world, png_path)
+        getattr(charts, chart)(document["rows"], document["world"], png_path)
         print(f"drawn in {png_path}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,9 +13,9 @@ import jax
 import numpy as np
 
 from cgx_jax._types import Json
-from cgx_jax.commands.bench import quartiles, spread
+from cgx_jax.commands.bench import quartiles, spread, write
 from cgx_jax.commands.trial import ALONE, ERROR_STEPS, METHODS, Trial
-from cgx_jax.host import agreement, files, installation
+from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Column, Progress, table_lines
 from cgx_jax.leaves import same_structure
 from cgx_jax.tuning.link_timer import LinkTimer, size_text
@@ -90,16 +89,10 @@ def run(
             "DiLoCo trains in another way, and a few steps do not show what it costs in accuracy: "
             "see docs/measurements/diloco.md."
         )
-    if json_path is not None:
-        machine = installation.facts() | {"exchange": exchange}
-        document = {"target": target, "machine": machine, "world": links.world}
-        document |= {"rows": rows, "diloco": rounds}
-        files.write(json_path, json.dumps(document, indent=1) + "\n")
-    if png_path is not None:
-        from cgx_jax.commands import charts  # matplotlib is an extra
-
-        charts.draw_compare(rows, links.world, png_path)
-        print(f"drawn in {png_path}")
+    machine = installation.facts() | {"exchange": exchange}
+    document = {"target": target, "machine": machine, "world": links.world}
+    document |= {"rows": rows, "diloco": rounds}
+    write("draw_compare", document, json_path, png_path)
 
 
 def function_of(target: str) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ def run(as_json: bool = False) -> int:
     good = _round_trip()
     if jax.process_index() > 0:
         return 0 if good else 1
-    parts = (_versions(), _devices(), _package(good), _memory(), _mpi(), _nvidia(), _optional())
+    parts = (_versions(), _package(good), _memory(), _mpi(), _nvidia(), _optional())
     findings = list(itertools.chain.from_iterable(parts))
     if as_json:
         print(json.dumps({f.what: {"found": f.found, "remedy": f.remedy} for f in findings}))
@@ -80,9 +80,6 @@ def _versions() -> Iterator[Finding]:
     for name in ("jax", "jaxlib", "numpy"):
         yield Finding(name, metadata.version(name))
     yield Finding("processor", f"{installation.cpu()}, {os.cpu_count()} cores")
-
-
-def _devices() -> Iterator[Finding]:
     kinds = sorted({device.device_kind for device in jax.devices()})
     yield Finding(
         "devices", f"{jax.device_count()} ({', '.join(kinds)}) in {jax.process_count()} processes"

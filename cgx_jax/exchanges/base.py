@@ -143,7 +143,9 @@ class Exchange(Scoped, abc.ABC):
         problem = self.missing(axes)
         if problem is not None:
             raise ValueError(f"{name}: exchange={self.shorthand!r} does not work here: {problem}.")
-        if jax.device_count() > 1 and _compat.platform() == "cpu" and _caches_programs():
+        config: Any = jax.config
+        caches = config.jax_compilation_cache_dir and config.jax_enable_compilation_cache
+        if caches and jax.device_count() > 1 and _compat.platform() == "cpu":
             _warn_of_cached_programs()
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
@@ -195,11 +197,6 @@ class Exchange(Scoped, abc.ABC):
         the call must then do so, and all do if they run the same programs on states of one step.
         """
         raise NotImplementedError
-
-
-def _caches_programs() -> bool:
-    config: Any = jax.config
-    return bool(config.jax_compilation_cache_dir and config.jax_enable_compilation_cache)
 
 
 @functools.cache

@@ -156,14 +156,11 @@ def starting(name: str) -> Primitive:
 
 
 def operation(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
-    """Makes a primitive whose batches are calls of one element each."""
+    """Makes a primitive whose batches are calls of one element each.
+
+    Each is cut into chunks by itself, as with the `xla` exchange.
+    """
     p = _compat.operation(name, shapes)
-    batching.primitive_batchers[p] = batch_rule(p)
-    return p
-
-
-def batch_rule(p: Primitive) -> Callable[..., Any]:
-    """Makes one call per element: each is cut into chunks by itself, as with the `xla` exchange."""
 
     def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         pairs = list(zip(args, dims, strict=True))
@@ -178,4 +175,5 @@ def batch_rule(p: Primitive) -> Callable[..., Any]:
             calls.append(p.bind(*one, **params))
         return [jnp.stack(leaf) for leaf in zip(*calls, strict=True)], [0] * len(calls[0])
 
-    return batch
+    batching.primitive_batchers[p] = batch
+    return p

@@ -240,8 +240,18 @@ class PayloadReduction(Reduction):
         """The sums, with the shapes and dtypes of the leaves that are given."""
 
 
-class OfRows(Reduction):
-    """Half of an all-reduce: payloads of whole leaves travel once, and nothing is added up twice.
+class OfWholes(Reduction):
+    """A reduction of one phase, in which payloads of whole leaves travel once."""
+
+    def layout(self, leaves: tuple[CodedLeaf, ...], world: int) -> Layout | None:
+        return whole_code(leaves).layout
+
+    def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        return (world - 1) * whole_code(leaves).row_bytes
+
+
+class OfRows(OfWholes):
+    """Half of an all-reduce: nothing is added up twice.
 
     It takes every code of bytes, since no leaf is cut.
     """
@@ -253,12 +263,6 @@ class OfRows(Reduction):
             "it sends numbers that the ranks sum, but this call sends each rank a different row; "
             "use a compressor that sends bytes, such as Quantize"
         )
-
-    def layout(self, leaves: tuple[CodedLeaf, ...], world: int) -> Layout | None:
-        return whole_code(leaves).layout
-
-    def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
-        return (world - 1) * whole_code(leaves).row_bytes
 
 
 def largest_error(error_bound: Callable[[jax.Array], jax.Array], size: jax.Array) -> jax.Array:

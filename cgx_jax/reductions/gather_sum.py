@@ -12,12 +12,11 @@ from cgx_jax.collective import Collective
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.kernels.primitives import Sent
-from cgx_jax.kernels.wire import Layout
-from cgx_jax.reductions.base import Job, Operands, PayloadReduction, Rows, sum_of_bounds
+from cgx_jax.reductions.base import Job, OfWholes, Operands, PayloadReduction, Rows, sum_of_bounds
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherSum(PayloadReduction):
+class GatherSum(OfWholes, PayloadReduction):
     """One phase, in which a value is encoded once, with one latency; for codes of whole leaves.
 
     A rank sends its payload to world - 1 others. It decodes the payloads of all ranks, including
@@ -30,17 +29,11 @@ class GatherSum(PayloadReduction):
     needs: ClassVar[frozenset[str]] = frozenset({"gather"})
     collective: ClassVar[Collective | None] = Collective.GATHER_SUM
 
-    def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
-        return (world - 1) * whole_code(leaves).row_bytes
-
     def rows_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         return world * whole_code(leaves).row_bytes
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         return sum_of_bounds(compressor, x) / divisor
-
-    def layout(self, leaves: tuple[CodedLeaf, ...], world: int) -> Layout | None:
-        return whole_code(leaves).layout
 
     def words(self, job: Job, given: Operands) -> Words:
         return whole_code(job.leaves).words(given.seeds[0], job.axes.rank())

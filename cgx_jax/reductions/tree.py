@@ -32,9 +32,6 @@ class Tree(PartialSums):
     shorthand: ClassVar[str] = "tree"
     shares_seeds: ClassVar[bool] = True  # groups of ranks encode the same sums to the same bytes
 
-    def coded(self, leaves: tuple[CodedLeaf, ...], world: int) -> tuple[CodedLeaf, ...]:
-        return leaves
-
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         """Bytes that the first rank sends, which is the most of any rank."""
         levels, extra = _levels(world)
@@ -64,7 +61,7 @@ class Tree(PartialSums):
         world, rank = job.axes.world, job.axes.rank()
         levels, extra = _levels(world)
         inner = 1 << levels
-        code = whole_code(self.coded(job.leaves, world))
+        code = whole_code(job.leaves)
 
         def encode(level: int, values: Sequence[jax.Array]) -> tuple[jax.Array, Residuals]:
             group = rank >> level
@@ -100,8 +97,7 @@ class Tree(PartialSums):
         return Rows(alike(job, rows), residuals)
 
     def sums(self, job: Job, rows: jax.Array, given: Operands) -> list[jax.Array]:
-        code = whole_code(self.coded(job.leaves, job.axes.world))
-        return code.sum(rows, given.leaves, given.units, job.divisor)
+        return whole_code(job.leaves).sum(rows, given.leaves, given.units, job.divisor)
 
 
 def _levels(world: int) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -44,10 +43,6 @@ def size_text(nbytes: float) -> str:
 def gradient(rank: int, values: int) -> np.ndarray:
     """Returns a rank's gradient-like input, f32[values], which is the same in every run."""
     return np.random.default_rng(rank).standard_normal(values, dtype=np.float32) * 1e-2
-
-
-def _finish(function: Callable[..., jax.Array], x: jax.Array) -> None:
-    function(x).block_until_ready()
 
 
 class LinkTimer:
@@ -104,12 +99,12 @@ class LinkTimer:
         """Blocks until every rank has arrived."""
         self.psum(self.token).block_until_ready()
 
-    def timed(self, call: Callable[[], object]) -> float:
+    def timed(self, call: Callable[..., object], *arguments: Any) -> float:
         """Returns the seconds of a call on this rank, which all ranks begin together."""
         self.barrier()
         self.barrier()  # the first barrier's stragglers have arrived by now
         start = time.perf_counter()
-        call()
+        jax.block_until_ready(call(*arguments))
         return time.perf_counter() - start
 
     def seconds(
@@ -124,5 +119,5 @@ class LinkTimer:
         orders = np.random.default_rng(0)
         for sample in samples:
             for i in orders.permutation(len(functions)):
-                sample[i] = self.timed(functools.partial(_finish, functions[i], x))
+                sample[i] = self.timed(functions[i], x)
         return agreement.maximum(samples)
