@@ -65,6 +65,21 @@ def table(head: list[str], body: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def grid(head: list[str], cells: dict[tuple[Any, ...], str]) -> str:
+    """A table of cells by (*line, column). Lines and columns stand in the order of the cells."""
+    columns = dict.fromkeys(column for *_, column in cells)
+    body = [
+        [*map(str, line), *(cells.get((*line, column), "") for column in columns)]
+        for line in dict.fromkeys(key[:-1] for key in cells)
+    ]
+    return table([*head, *columns], body)
+
+
+def by_link(row: dict[str, Any]) -> tuple[int, int]:
+    """The order of rows by their links and ranks."""
+    return RATES.index(row["links"]), row["world"]
+
+
 def listed(of: Iterable[dict[str, Any]], columns: dict[str, str | Callable[[Any], str]]) -> str:
     """A table with a line per row; a column shows a field, or what a function makes of the row."""
 
@@ -97,24 +112,18 @@ def all_reduce() -> str:
 
 
 def auto_default() -> str:
-    measured: dict[tuple[str, int, str, str], dict[int, float]] = {}
-    for row in rows("auto_default"):
-        key = row["links"], row["world"], row["launcher"], row["compressor"]
-        measured.setdefault(key, {})[row["bytes"]] = row["ratio"][1]
-    sizes = sorted({size for cells in measured.values() for size in cells})
-    order = sorted(measured, key=lambda k: (RATES.index(k[0]), k[1], k[2] == "mpi", k[3]))
-    body = [
-        [
-            rate,
-            str(world),
-            "MPI" if launcher == "mpi" else "no MPI",
-            compressor,
-            *(f"{measured[rate, world, launcher, compressor][size]:.2f}" for size in sizes),
-        ]
-        for rate, world, launcher, compressor in order
-    ]
-    head = ["link", "ranks", "started with", "compressor", *map(size_text, sizes)]
-    return table(head, body)
+    order = lambda r: (*by_link(r), r["launcher"] == "mpi", r["compressor"], r["bytes"])  # noqa: E731
+    cells = {
+        (
+            r["links"],
+            r["world"],
+            "MPI" if r["launcher"] == "mpi" else "no MPI",
+            r["compressor"],
+            size_text(r["bytes"]),
+        ): f"{r['ratio'][1]:.2f}"
+        for r in sorted(rows("auto_default"), key=order)
+    }
+    return grid(["link", "ranks", "started with", "compressor"], cells)
 
 
 def codec() -> str:
@@ -328,20 +337,16 @@ def gpu_ranks() -> str:
 
 
 def gpu_sizes() -> str:
-    runs = _gpu_runs()
-    ratios = {
-        (run["world"], row["method"], run["megabytes"]): row["ratio"][1]
+    runs = sorted(_gpu_runs(), key=lambda run: run["megabytes"])
+    segment = _gpu_runs()[0]["segment_bytes"]
+    cells = {
+        (run["world"], f'`"{row["method"]}"`', f"{run['megabytes']:g} MB"): f"{row['ratio'][1]:.1f}"
         for run in runs
-        if run["segment_bytes"] == runs[0]["segment_bytes"]
+        if run["segment_bytes"] == segment
         for row in run["rows"]
         if row["call"] == "psum" and row["method"] != "lax"
     }
-    sizes = sorted({megabytes for _, _, megabytes in ratios})
-    body = [
-        [str(world), f'`"{method}"`', *(f"{ratios[world, method, mb]:.1f}" for mb in sizes)]
-        for world, method in dict.fromkeys((w, m) for w, m, _ in ratios)
-    ]
-    return table(["ranks", "exchange", *(f"{mb:g} MB" for mb in sizes)], body)
+    return grid(["ranks", "exchange"], cells)
 
 
 def gpu_streams(machine: str = "gpu_h200", others: Sequence[str] = ("lax", "xla")) -> str:
@@ -486,13 +491,14 @@ def algorithm_errors() -> str:
     every = rows("algorithms_error")
     largest = max(row["bytes"] for row in every)
     payload = Quantize(every[0]["bits"]).payload_bytes(largest // 4)
-    made = {(r["world"], r["reduction"]): r for r in every if r["bytes"] == largest}
-    body = []
-    for world in sorted({world for world, _ in made}):
-        each = [made[world, name] for name in alpha_beta.REDUCTIONS]
-        cells = [f"{row['sent'] / payload:.2f}, {row['relative_error']:.3f}" for row in each]
-        body.append([str(world), *cells])
-    return table(["ranks", *(f"{name}: bytes, error" for name in alpha_beta.REDUCTIONS)], body)
+    cells = {
+        (r["world"], f"{r['reduction']}: bytes, error"): (
+            f"{r['sent'] / payload:.2f}, {r['relative_error']:.3f}"
+        )
+        for r in sorted(every, key=lambda r: r["world"])
+        if r["bytes"] == largest
+    }
+    return grid(["ranks"], cells)
 
 
 PHASES = ("scatter_gather", "gather_sum")
@@ -574,32 +580,29 @@ def fsdp_speed() -> str:
         "times exact's speed": lambda r: spread(r["ratio"]),
         "a rank sends": lambda r: size_text(r["sent"]),
     }
-    order = sorted(rows("fsdp_speed"), key=lambda r: (RATES.index(r["links"]), r["world"]))
-    return listed(order, columns)
+    return listed(sorted(rows("fsdp_speed"), key=by_link), columns)
 
 
 def in_flight() -> str:
     """Buffers that wait for one another, and buffers that do not, by the delay of a link."""
-    made = {(r["exchange"], r["delay"], r["method"]): r for r in rows("in_flight")}
-    methods = list(dict.fromkeys(method for *_, method in made))
-    body = []
-    for exchange, delay in dict.fromkeys(key[:2] for key in made):
-        cells = [made[exchange, delay, method] for method in methods]
-        each = [f"{c['seconds'][1] * 1e3:.0f} ({c['ratio'][1]:.2f})" for c in cells]
-        body.append([f'`"{exchange}"`', f"{2e3 * delay:g} ms", *each])
-    head = [f"{method}: ms (times the speed)" for method in methods]
-    return table(["exchange", "round trip", *head], body)
+    cells = {
+        (
+            f'`"{r["exchange"]}"`',
+            f"{2e3 * r['delay']:g} ms",
+            f"{r['method']}: ms (times the speed)",
+        ): f"{r['seconds'][1] * 1e3:.0f} ({r['ratio'][1]:.2f})"
+        for r in rows("in_flight")
+    }
+    return grid(["exchange", "round trip"], cells)
 
 
 def auto_choice() -> str:
     """The share of the best fixed choice's speed that "auto" reaches, and what it took."""
-    made = {(r["links"], r["world"], r["bytes"]): r for r in rows("auto_choice")}
-    sizes = sorted({size for *_, size in made})
-    body = []
-    for rate, world in sorted({key[:2] for key in made}, key=lambda k: (RATES.index(k[0]), k[1])):
-        cells = [made[rate, world, size] for size in sizes]
-        body.append([rate, str(world), *(f"{c['share'][1]:.2f}: `{c['auto']}`" for c in cells)])
-    return table(["link", "ranks", *map(size_text, sizes)], body)
+    cells = {
+        (r["links"], r["world"], size_text(r["bytes"])): f"{r['share'][1]:.2f}: `{r['auto']}`"
+        for r in sorted(rows("auto_choice"), key=lambda r: (*by_link(r), r["bytes"]))
+    }
+    return grid(["link", "ranks"], cells)
 
 
 STEPS = "exact, small leaves together", "bf16, lax.psum", "8 bits", "4 bits, rotated, SecondMoment"
@@ -644,29 +647,24 @@ def _gain(row: dict[str, Any] | None) -> str:
 
 def training_step() -> str:
     """The milliseconds of a training step by every way to reduce its gradients."""
-    cases: dict[tuple[float, int, str], dict[str, list[float]]] = {}
-    for row in rows("training_step"):
-        case = row["megabytes"], row["world"], row["links"]
-        cases.setdefault(case, {})[row["way"]] = row["seconds"]
-    ways = list(dict.fromkeys(way for by in cases.values() for way in by))
-    body = [
-        [way, *(spread([1e3 * t for t in by[way]], ".0f") for by in cases.values())] for way in ways
-    ]
-    heads = [f"{size:g} MB, {world} ranks, {_shown(links)}" for size, world, links in cases]
-    return table(["way", *heads], body)
+    cells = {
+        (
+            r["way"],
+            f"{r['megabytes']:g} MB, {r['world']} ranks, {_shown(r['links'])}",
+        ): spread([1e3 * t for t in r["seconds"]], ".0f")
+        for r in rows("training_step")
+    }
+    return grid(["way"], cells)
 
 
 def compile_time(name: str = "compile_time") -> str:
     """The seconds to trace and compile a step by its model, and over those of an exact step."""
-    made = {(row["way"], row["model"]): row for row in rows(name) if row["base"] != "lax.psum"}
-    models, body = list(dict.fromkeys(model for _, model in made)), []
-    for way in dict.fromkeys(way for way, _ in made):
-        of_way = [made.get((way, model)) for model in models]
-        shown = [
-            f"{row['total_seconds']:.1f} ({row['ratio'][1]:.1f} x)" if row else "" for row in of_way
-        ]
-        body.append([way, *shown])
-    return table(["way", *models], body)
+    cells = {
+        (r["way"], r["model"]): f"{r['total_seconds']:.1f} ({r['ratio'][1]:.1f} x)"
+        for r in rows(name)
+        if r["base"] != "lax.psum"
+    }
+    return grid(["way"], cells)
 
 
 def compile_time_codes() -> str:
@@ -784,8 +782,7 @@ def tuner() -> str:
         "share of the best": lambda r: spread(r["share"]),
         "turns": "turns",
     }
-    order = lambda r: (r["tree"], RATES.index(r["links"]), r["world"])  # noqa: E731
-    return listed(sorted(rows("tuner"), key=order), columns)
+    return listed(sorted(rows("tuner"), key=lambda r: (r["tree"], *by_link(r))), columns)
 
 
 def time_to_loss() -> str:
