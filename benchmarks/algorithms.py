@@ -5,13 +5,11 @@
     python benchmarks/algorithms.py --rate none --worlds 2,4,8,64 --sizes 4k,256k,4M \\
         --json benchmarks/results/algorithms_error.jsonl
 
-Over the shaped links every repeat times `lax.psum` and all reductions one after the other, each
-behind a barrier; a time is the slowest rank's. `ratio` is the first reduction's time divided by the
-reduction's time in the same repeat: the median (and quartiles) over the repeats. A size has as many
-repeats as --seconds allows, between 5 and --reps. With --exchange mpi, mpiexec starts the ranks,
-and scatter_gather and gather_sum are one fused call each. With --rate none, `vmap` simulates the
-ranks in one program. The output then has the bytes that a rank sends and the relative error of the
-sum in the Euclidean norm, but no times.
+Over the shaped links, `lax.psum` and all reductions are timed as all_reduce.py times its methods.
+`ratio` compares with the first reduction. A size has as many repeats as --seconds allows, between 5
+and --reps. With --exchange mpi, mpiexec starts the ranks, and scatter_gather and gather_sum are one
+fused call each. With --rate none, `vmap` simulates the ranks in one program. The output then has
+the bytes that a rank sends and the relative error of the sum in the Euclidean norm, but no times.
 """
 
 import argparse

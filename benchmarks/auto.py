@@ -4,12 +4,10 @@
     python benchmarks/auto.py --rates 1gbit --worlds 4 --sizes 4k,1M          # a few of them
 
 Runs every link rate with every world size, once with ranks that MPI started and once without. With
-MPI `auto` may take the fused exchange. Each repeat times `lax.psum` in fp32 and `auto` with every
-compressor, one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is
-psum's time divided by auto's time in the same repeat: the median (and quartiles) over the repeats.
-`method` is the way that `auto` took. "psum" means that `auto` lowers to exactly the program of
-`lax.psum`, which the run asserts; its ratio is then noise. Any other cell passes if its median is
-0.95 or more.
+MPI `auto` may take the fused exchange. `lax.psum` in fp32 and `auto` with every compressor are
+timed as all_reduce.py times its methods. `method` is the way that `auto` took. "psum" means that
+`auto` lowers to exactly the program of `lax.psum`, which the run asserts; its ratio is then noise.
+Any other cell passes if its median is 0.95 or more.
 
 `--exchange xla` or `mpi` measures that exchange at every size instead. The rule of `auto` is made
 from these measurements.

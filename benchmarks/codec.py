@@ -67,16 +67,34 @@ def aligned(size: int, dtype: Any) -> np.ndarray:
     return block[start : start + size * itemsize].view(dtype)
 
 
-class Buffers:
+class Timed:
+    """The values that kernels handle, and calls on them."""
+
+    def __init__(self, kernels: kernel_timing.Kernels, size: int) -> None:
+        self.kernels = kernels
+        self.values, self.copied = aligned(size, np.float32), aligned(size, np.float32)
+        self.values[:] = np.random.default_rng(0).standard_normal(size, np.float32)
+
+    def handled(self, kernel: str) -> int:
+        """Returns how many values a kernel's call handles: its rank's chunk, or all."""
+        return self.values.size // PEERS if "reduce" in kernel else self.values.size
+
+    def run(self, kernel: str, threads: int) -> float:
+        """Seconds of one call."""
+        raise NotImplementedError
+
+    def copy(self, kernel: str, threads: int) -> float:
+        """Seconds of memcpy of the float32 bytes that the kernel handles."""
+        n = self.handled(kernel)
+        return self.kernels.time_copy(self.copied[:n], self.values[:n], threads)
+
+
+class Buffers(Timed):
     """The operands of every kernel at one width, and the calls on them."""
 
     def __init__(self, kernels: kernel_timing.Kernels, size: int, bits: int) -> None:
-        self.kernels = kernels
-        self.bits = bits
-        self.values = aligned(size, np.float32)
-        self.values[:] = np.random.default_rng(0).standard_normal(size, np.float32)
-        self.out = aligned(size, np.float32)
-        self.none = np.empty(0, np.uint8)
+        super().__init__(kernels, size)
+        self.bits, self.out, self.none = bits, self.copied, kernel_timing.NONE
         self.units = {
             "units": {"units": aligned(2 * (size + 1), np.float32), "columns": size},
             "factored": {
@@ -96,12 +114,7 @@ class Buffers:
         for row in range(1, PEERS):
             self.payload[row * self.row : (row + 1) * self.row] = self.payload[: self.row]
 
-    def handled(self, kernel: str) -> int:
-        """Returns how many values a kernel's call handles: its rank's chunk, or all."""
-        return self.values.size // PEERS if "reduce" in kernel else self.values.size
-
     def run(self, kernel: str, threads: int) -> float:
-        """Seconds of one call."""
         one_row = self.payload[: self.row]
         options = {"bits": self.bits, "bucket_size": BUCKET, "threads": threads}
         options |= ENCODERS.get(kernel, {"rotation": "rotated" in kernel})
@@ -116,11 +129,6 @@ class Buffers:
             return time("accumulate", x, self.out, self.payload, none, world=PEERS, **options)
         rows = self.payload[: PEERS * self.chunk_bytes]
         return time("reduce", x, none, rows, self.chunk, world=PEERS, rank=0, **options)
-
-    def copy(self, kernel: str, threads: int) -> float:
-        """Seconds of memcpy of the float32 bytes that the kernel handles."""
-        n = self.handled(kernel)
-        return self.kernels.time_copy(self.out[:n], self.values[:n], threads)
 
     def wrong(self, stochastic: bool) -> int:
         """Returns how many values decode to something outside the error bound."""
@@ -137,25 +145,18 @@ class Buffers:
 CHECKED = {"nearest": False, "stochastic": True, "decode": False}  # which encoding `wrong` checks
 
 
-class CodeBuffers:
+class CodeBuffers(Timed):
     """The operands of the codes other than the wire format, and the calls on them."""
 
     def __init__(self, kernels: kernel_timing.Kernels, size: int) -> None:
-        self.kernels = kernels
-        self.values, self.copied = aligned(size, np.float32), aligned(size, np.float32)
-        self.values[:] = np.random.default_rng(0).standard_normal(size, np.float32)
+        super().__init__(kernels, size)
         self.decoded = aligned(size, np.float32)
         self.out = {
             name: aligned(round(each * size), np.uint8) for name, (_, each) in CODES.items()
         }
         self.taken = {name: aligned(out.size // 4, np.float32) for name, out in self.out.items()}
 
-    def handled(self, code: str) -> int:
-        """Returns how many values a call handles."""
-        return self.values.size
-
     def run(self, code: str, threads: int) -> float:
-        """Seconds of one call."""
         options, _ = CODES[code]
         values, taken = self.values, kernel_timing.NONE
         if code == "decode signs":
@@ -165,10 +166,6 @@ class CodeBuffers:
             options = {"keep": taken.size} | options
         options = options | {"threads": threads, "bucket_size": BUCKET}
         return self.kernels.time_code(code, values, self.out[code], taken, **options)
-
-    def copy(self, code: str, threads: int) -> float:
-        """Seconds of memcpy of the float32 values."""
-        return self.kernels.time_copy(self.copied, self.values, threads)
 
 
 def code_sweep(
@@ -188,7 +185,7 @@ def code_sweep(
             yield row | {"wrong": wrong}
 
 
-def measured(buffers: Buffers | CodeBuffers, kernel: str, reps: int) -> dict[str, Any]:
+def measured(buffers: Timed, kernel: str, reps: int) -> dict[str, Any]:
     """Returns quartiles of one kernel's ratios; each repeat measures all four times in turn."""
     times = np.empty((reps, 4))
     for rep in range(-1, reps):  # one round of warm-up

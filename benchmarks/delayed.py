@@ -4,10 +4,9 @@
     python benchmarks/delayed.py --rate 10mbit --ways '4 bits'
 
 Four workers train a model of 20 MB, each on a host of its own. A round has `--every` steps, in each
-of which the workers read their loss, as training loops do. Every repeat times all ways one after
-the other, in random order, each behind a barrier; a time is the slowest worker's. `ratio` is the
-time of a round over that of the same steps of the inner optimizer alone: the median (and quartiles)
-over the repeats.
+of which the workers read their loss, as training loops do. All ways take turns, as in tuner.py.
+`ratio` is the time of a round over that of the same steps of the inner optimizer alone: the median
+(and quartiles) over the repeats.
 """
 
 import argparse

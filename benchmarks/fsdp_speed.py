@@ -6,10 +6,8 @@
 Times only what sharded training sends in a step: 12 weights of [1024, 512] are gathered, and
 gradients of that shape are scattered. "exact" is `lax.all_gather` and `lax.psum_scatter` in fp32,
 "bf16" the same calls on bf16 values. The others are `all_gather_compressed` on an 8-bit shifted
-lattice and `psum_scatter_compressed` at 4 bits, over an exchange. Every repeat times all methods
-one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the exact
-step's time divided by the method's time: the median (and quartiles) over the repeats. `sent` is
-what a rank's network device counted, the largest over the ranks.
+lattice and `psum_scatter_compressed` at 4 bits, over an exchange. Times and `sent` are those of
+all_reduce.py; `ratio` compares with the exact step.
 """
 
 import argparse

@@ -5,9 +5,8 @@
 A packet takes one of `--delays` seconds from one host to another, so a connection that
 waits for answers does not fill its link. 16 MB of gradients are reduced at 4 bits in three ways: as
 buffers of 1 MB that each wait for the one before, as the same buffers all at once, and as one
-buffer. Every repeat times all ways one after the other, each behind a barrier; a time is the
-slowest rank's. `ratio` is the time of the buffers that wait divided by the way's time: the median
-(and quartiles) over the repeats.
+buffer. All ways take turns, as in tuner.py. `ratio` is the time of the buffers that wait divided by
+the way's time: the median (and quartiles) over the repeats.
 """
 
 import argparse

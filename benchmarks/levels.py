@@ -5,10 +5,9 @@
 
 A node is a host with two processes, started by mpiexec. Links between nodes have the given rate.
 Inside a node the rate is not limited: the "xla" exchange uses gloo's sockets there, "mpi" shared
-memory. Every repeat times all methods one after the other, each behind a barrier; a time is the
-slowest rank's. `ratio` is psum's time divided by the method's time in the same repeat: the median
-(and quartiles) over the repeats. `over_flat` is the same for the time of the exchange without
-levels. `between` is what a node sends to the other, by the counter of its network device.
+memory. Times and `ratio` are those of all_reduce.py, and `over_flat` is a ratio to the time of the
+exchange without levels. `between` is what a node sends to the other, by the counter of its network
+device.
 """
 
 import argparse

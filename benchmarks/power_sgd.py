@@ -4,11 +4,8 @@
     python benchmarks/power_sgd.py --leaves 2 --side 256 --reps 2     # a quick look
 
 Every rank holds `--leaves` fp32 matrices of `--side` squared. A method takes the ranks' means, as
-`sync_gradients` does in a step. Every repeat times all methods one after the other, each behind a
-barrier; a time is the slowest rank's. `ratio` is psum's time divided by the method's time in the
-same repeat: the median (and quartiles) over the repeats. `sent` is what a rank's network device
-counted (the largest over ranks). The share "of plan" divides this by the bytes that the format
-predicts (for psum: that a ring sends).
+`sync_gradients` does in a step. Times, `ratio` and `sent` are those of all_reduce.py. The share "of
+plan" is that script's `/plan`.
 """
 
 import argparse

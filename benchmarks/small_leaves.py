@@ -3,9 +3,8 @@
     python benchmarks/small_leaves.py --json benchmarks/results/small_leaves.jsonl
 
 Every rank holds --leaves vectors of fp32, of 3 to 512 values: the biases and norms of a network.
-Every repeat sums them by `lax.psum` of the tree and by `psum_compressed` with `Identity`, one after
-the other, each behind a barrier; a time is the slowest rank's. `ratio` is lax.psum's time divided
-by the other time in the same repeat: the median (and quartiles) over the repeats.
+Sums of them by `lax.psum` of the tree, and by `psum_compressed` with `Identity`, are timed as
+all_reduce.py times its methods.
 """
 
 import argparse
