@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from cgx_jax.kernels import codes
+from cgx_jax.kernels import codes, reference
 
 _POWERS = np.array([[1, 3, 9, 27, 81]], np.uint8)
 
@@ -53,19 +53,11 @@ def _group(bits: int) -> tuple[int, int]:
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Packs uint32[n] below 2**bits into u8[packed_bytes], code 0 in the lowest bits of byte 0."""
-    count, (several, whole) = codes.size, _group(bits)
+    count, (several, _) = codes.size, _group(bits)
     groups = jnp.pad(codes, (0, -count % several)).reshape(-1, several)
     if bits > 8:
         return _pack_long(groups, bits).reshape(-1)[: packed_bytes(count, bits)]
-    columns = []
-    for byte in range(whole):
-        total = jnp.zeros(groups.shape[0], jnp.uint32)
-        for i in range(several):
-            shift = i * bits - 8 * byte
-            if -bits < shift < 8:
-                code = groups[:, i]
-                total |= code << shift if shift >= 0 else code >> -shift
-        columns.append((total & 0xFF).astype(jnp.uint8))
+    columns = reference.packed([groups[:, i] for i in range(several)], bits)
     return jnp.stack(columns, axis=1).reshape(-1)[: packed_bytes(count, bits)]
 
 
@@ -84,14 +76,7 @@ def unpack(payload: jax.Array, bits: int, count: int) -> jax.Array:
     several, whole = _group(bits)
     missing = -(-count // several) * whole - payload.size
     groups = jnp.pad(payload, (0, missing)).reshape(-1, whole).astype(jnp.uint32)
-    columns = []
-    for i in range(several):
-        code = jnp.zeros(groups.shape[0], jnp.uint32)
-        for byte in range(whole):
-            shift = i * bits - 8 * byte
-            if -bits < shift < 8:
-                code |= groups[:, byte] >> shift if shift >= 0 else groups[:, byte] << -shift
-        columns.append(code & np.uint32(2**bits - 1))
+    columns = reference.unpacked([groups[:, byte] for byte in range(whole)], bits)
     return jnp.stack(columns, axis=1).reshape(-1)[:count]
 
 

@@ -163,34 +163,45 @@ def normal_limits(x: jax.Array, bits: Any) -> jax.Array:
     return jnp.asarray(NORMAL_RANGE)[bits] * rms
 
 
+def packed(codes: Sequence[jax.Array], bits: int) -> list[jax.Array]:
+    """Returns the bytes of codes that follow one another, u8 each; a code is an array, u32."""
+    out = []
+    for byte in range(len(codes) * bits // 8):
+        total = jnp.zeros_like(codes[0])
+        for i, code in enumerate(codes):
+            shift = i * bits - 8 * byte
+            if -bits < shift < 8:
+                total |= code << shift if shift >= 0 else code >> -shift
+        out.append((total & 255).astype(jnp.uint8))
+    return out
+
+
+def unpacked(data: Sequence[jax.Array], bits: int) -> list[jax.Array]:
+    """Inverts `packed`, for bytes of type u32."""
+    out = []
+    for i in range(8 * len(data) // bits):
+        code = jnp.zeros_like(data[0])
+        for j, byte in enumerate(data):
+            shift = i * bits - 8 * j
+            if -bits < shift < 8:
+                code |= byte >> shift if shift >= 0 else byte << -shift
+        out.append(code & np.uint32(2**bits - 1))
+    return out
+
+
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
     """Packs u8[k, 8 * m] into u8[k, bits * m]: eight codes of a column become `bits` bytes."""
     k, width = codes.shape
     rows = codes.reshape(k, 8, width // 8).astype(jnp.uint32)
-    planes = []
-    for j in range(bits):
-        byte = jnp.zeros((k, width // 8), jnp.uint32)
-        for r in range(8):
-            shift = r * bits - 8 * j
-            if -bits < shift < 8:
-                byte |= rows[:, r] << shift if shift >= 0 else rows[:, r] >> -shift
-        planes.append((byte & 255).astype(jnp.uint8))
-    return jnp.concatenate(planes, axis=1)
+    return jnp.concatenate(packed([rows[:, r] for r in range(8)], bits), axis=1)
 
 
 def unpack(planes: jax.Array, bits: int) -> jax.Array:
     """Unpacks u8[k, bits * m] into u8[k, 8 * m]: the inverse of `_pack`."""
     k, width = planes.shape
     plane = planes.reshape(k, bits, width // bits).astype(jnp.uint32)
-    rows = []
-    for r in range(8):
-        code = jnp.zeros((k, width // bits), jnp.uint32)
-        for j in range(bits):
-            shift = r * bits - 8 * j
-            if -bits < shift < 8:
-                code |= plane[:, j] >> shift if shift >= 0 else plane[:, j] << -shift
-        rows.append((code & (2**bits - 1)).astype(jnp.uint8))
-    return jnp.concatenate(rows, axis=1)
+    codes = unpacked([plane[:, j] for j in range(bits)], bits)
+    return jnp.concatenate([code.astype(jnp.uint8) for code in codes], axis=1)
 
 
 def _product(unit: jax.Array, code: Any) -> jax.Array:

@@ -129,7 +129,24 @@ def tune(
                 rows.append(Row(method, width, size, float(seconds)))
         else:
             progress.step(len(sizes), "done", last=True)
-    return _follow(links, latency, codec, rows, engine, path)
+    largest = [row for row in rows if row.method == "psum"][-1]
+    profile = Profile(
+        **installation.facts(),
+        hosts=agreement.hosts(),
+        mpi=installation.mpi_library(),
+        world=links.world,
+        axis=links.axis,
+        latency=latency,
+        algbw=largest.bytes / largest.seconds,
+        codec=codec,
+        rows=tuple(rows),
+        engine=engine,
+    )
+    agreed = auto.use_profile(profile)
+    assert agreed is not None
+    if path is not None and links.first:
+        files.write(path, agreed.to_json())
+    return agreed
 
 
 def _methods(
@@ -177,31 +194,3 @@ def _elapsed(start: float) -> float:
 
 def _left(start: float, until: float) -> float:
     return until - _elapsed(start)
-
-
-def _follow(
-    links: LinkTimer,
-    latency: float,
-    codec: Codec,
-    rows: list[Row],
-    engine: Exchange | None,
-    path: str | os.PathLike[str] | None,
-) -> Profile:
-    largest = [row for row in rows if row.method == "psum"][-1]
-    profile = Profile(
-        **installation.facts(),
-        hosts=agreement.hosts(),
-        mpi=installation.mpi_library(),
-        world=links.world,
-        axis=links.axis,
-        latency=latency,
-        algbw=largest.bytes / largest.seconds,
-        codec=codec,
-        rows=tuple(rows),
-        engine=engine,
-    )
-    agreed = auto.use_profile(profile)
-    assert agreed is not None
-    if path is not None and jax.process_index() == 0:
-        files.write(path, agreed.to_json())
-    return agreed
