@@ -39,7 +39,7 @@ from cgx_jax.tuning.link_timer import LinkTimer, gradient
 METHODS = ("psum", "cast", "xla", "mpi", "auto")
 
 
-def parse_arguments() -> argparse.Namespace:
+def main() -> int:
     parser = measure.parser(__doc__, sizes="1M,4M,25M", reps=11, world=4)
     parser.add_argument("--methods", default="psum,xla", help="list (default %(default)s)")
     parser.add_argument("--bits", default="4", help="list, 1 to 8 (default %(default)s)")
@@ -53,11 +53,6 @@ def parse_arguments() -> argparse.Namespace:
     arguments.methods = arguments.methods.split(",")
     if arguments.methods[0] != "psum" or not set(arguments.methods) <= set(METHODS):
         parser.error(f"--methods starts with psum and goes on with some of {METHODS[1:]}")
-    return arguments
-
-
-def main() -> int:
-    arguments = parse_arguments()
     if rank_of_process() is None:
         if arguments.rate:
             cell = arguments.world, arguments.rate, {}

@@ -58,7 +58,7 @@ FINAL = 200  # turns, at most
 NEAR, SLOWER = "near the best", "slower than psum"
 
 
-def parse_arguments() -> argparse.Namespace:
+def main() -> int:
     parser = measure.parser(
         __doc__,
         rates="100mbit;1gbit;10gbit;unlimited",
@@ -73,11 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--finalists", type=int, default=3, help="(default %(default)s)")
     parser.add_argument("--final", type=float, default=60, help="seconds (default %(default)s)")
     parser.add_argument("--verdicts", help=argparse.SUPPRESS)  # a line for each cell
-    return parser.parse_args()
-
-
-def main() -> int:
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
     if rank_of_process() is None:
         return launch(arguments)
     ranks = Ranks()

@@ -222,9 +222,12 @@ def add(
     measure.write(path, [run for run in runs if run["rows"]])
 
 
-def parse_arguments(
-    description: str | None, tasks: Mapping[str, Task], results: Path
-) -> argparse.Namespace:
+def main(
+    description: str | None = __doc__,
+    tasks: Mapping[str, Task] = TASKS,
+    configurations: Mapping[str, Configuration] = CONFIGURATIONS,
+    results: Path = RESULTS,
+) -> int:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -234,28 +237,7 @@ def parse_arguments(
     parser.add_argument("--steps", type=int, help="default: the task's own")
     parser.add_argument("--out", type=Path, default=results, help="folder of TASK.jsonl")
     parser.add_argument("--again", action="store_true", help="replace results that are there")
-    return parser.parse_args()
-
-
-def names_of(
-    task: Task, configurations: Mapping[str, Configuration], given: str | None
-) -> list[str]:
-    """Returns those of the configurations `given`, or of all, that fit the task's optimizer."""
-    under_adam = task.plain is None
-    return [
-        name
-        for name in (given.split(";") if given else configurations)
-        if not (under_adam and configurations[name].takes_momentum)
-    ]
-
-
-def main(
-    description: str | None = __doc__,
-    tasks: Mapping[str, Task] = TASKS,
-    configurations: Mapping[str, Configuration] = CONFIGURATIONS,
-    results: Path = RESULTS,
-) -> int:
-    arguments = parse_arguments(description, tasks, results)
+    arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
     first, _, last = arguments.seeds.partition("-")
@@ -264,7 +246,9 @@ def main(
         for task in arguments.task:
             out = arguments.out / f"{task}.jsonl"
             steps = arguments.steps or tasks[task].steps
-            for name in names_of(tasks[task], configurations, arguments.configs):
+            for name in arguments.configs.split(";") if arguments.configs else configurations:
+                if tasks[task].plain is None and configurations[name].takes_momentum:
+                    continue  # it does not fit the task's optimizer
                 known = {key(r) for r in measure.rows(out)} if out.exists() else set()
                 if (name, seed, steps) in known and not arguments.again:
                     continue
