@@ -35,11 +35,9 @@ def sent(reduction: str, values: int, world: int, bits: int = 4) -> int:
     return REDUCTIONS[reduction].bytes_sent((leaf,), world)
 
 
-def seconds(
-    reduction: str, values: int, world: int, alpha: float, beta: float, bits: int = 4
-) -> float:
-    """Predicted seconds of reducing one leaf of `values`."""
-    return messages(reduction, world) * alpha + sent(reduction, values, world, bits) * beta
+def seconds(reduction: str, values: int, world: int, alpha: float, beta: float) -> float:
+    """Predicted seconds of reducing one leaf of `values` at 4 bits."""
+    return messages(reduction, world) * alpha + sent(reduction, values, world) * beta
 
 
 def fitted(cells: Sequence[tuple[str, int, int, float]]) -> tuple[float, float]:

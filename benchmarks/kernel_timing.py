@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 BUILD = Path(__file__).resolve().parents[1] / "build" / "bench"
-DTYPES = ("f32", "bf16", "f16")  # by their number in C++
+F32 = 0  # the number of this dtype in C++
 NONE = np.empty(0, np.uint8)
 
 
@@ -96,13 +96,11 @@ class Kernels:
         chunk: np.ndarray,
         *,
         bits: int,
-        dtype: str = "f32",
         bucket_size: int = 512,
         rounding: int = 0,
         rotation: bool = False,
         world: int = 1,
         rank: int = -1,
-        divisor: float = 1.0,
         threads: int = 1,
         units: np.ndarray = NONE,
         columns: int = 0,
@@ -111,18 +109,9 @@ class Kernels:
 
         `units` is f32[2, rows + columns], NONE for a leaf without units.
         """
-        integers = (
-            DTYPES.index(dtype),
-            bits,
-            bucket_size,
-            rounding,
-            rotation,
-            world,
-            rank,
-            threads,
-        )
+        integers = (F32, bits, bucket_size, rounding, rotation, world, rank, threads)
         arrays = (_array(x) for x in (leaf, out, payload, chunk, units))
-        timed = _Timed(kernel.encode(), *integers, divisor, *arrays, columns)
+        timed = _Timed(kernel.encode(), *integers, 1.0, *arrays, columns)
         return _seconds(self.library.cgx_time_kernel, ctypes.byref(timed))
 
     def time_code(

@@ -7,15 +7,19 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import cgx_jax
+from cgx_jax.choice import auto
 from cgx_jax.commands import rig
 from cgx_jax.commands.bench import quartiles as quartiles
+from cgx_jax.exchanges import Mpi
 from cgx_jax.host import installation
 from cgx_jax.tuning.link_timer import size_in_bytes as size_in_bytes
 
@@ -77,6 +81,22 @@ def spread(quartiles: Sequence[float], digits: str = ".2f") -> str:
     """Formats quartiles as the median, with the others in parentheses."""
     low, median, high = (format(x, digits) for x in quartiles)
     return f"{median} ({low}-{high})"
+
+
+def fastest() -> str:
+    """Returns the exchange that CPU ranks use: "mpi" if it is available, otherwise "xla"."""
+    return "mpi" if Mpi() in auto.available() else "xla"
+
+
+def updating(transform: Any, state: Any, mesh: Mesh, axis: str) -> Callable[..., Any]:
+    """Returns f(gradients of all ranks, state), which is the ranks' `transform.update`."""
+    specs = cgx_jax.state_specs(state, axis)
+    return jax.shard_map(
+        lambda grads, s: transform.update(jax.tree.map(lambda x: x[0], grads), s),
+        mesh=mesh,
+        in_specs=(P(axis), specs),
+        out_specs=(P(), specs),
+    )
 
 
 def mpiexec() -> str | None:

@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "accuracy"))
 from configurations import Configuration
 from models import MODELS
 from run import Trainer
-from speed import Computing, Step, Timed, fastest, launch, of_exchange, parser_of
+from speed import Computing, Step, Timed, launch, of_exchange, parser_of
 from tasks import Task
 
 import cgx_jax
@@ -162,7 +162,7 @@ def main() -> int:
     ranks = Ranks()
     taken = {name: SIZES[name] for name in arguments.sizes}
     (task,) = arguments.task
-    rows = compare(ranks, task, fastest(), arguments.links, taken, arguments.reps)
+    rows = compare(ranks, task, measure.fastest(), arguments.links, taken, arguments.reps)
     if ranks.first:
         measure.write_json(arguments.json, rows)
     return 0

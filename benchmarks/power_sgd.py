@@ -40,16 +40,8 @@ class Step:
             "ranks", compressor, memory=memory, mesh=ranks.mesh, exchange="xla"
         )
         self.state = tx.init([x[0] for x in leaves])
-        specs = cgx_jax.state_specs(self.state, "ranks")
-        self.step = jax.jit(
-            jax.shard_map(
-                lambda xs, s: tx.update([x[0] for x in xs], s),
-                mesh=ranks.mesh,
-                in_specs=(P("ranks"), specs),
-                out_specs=(P(), specs),
-            ),
-            donate_argnums=1,
-        )
+        mapped = measure.updating(tx, self.state, ranks.mesh, "ranks")
+        self.step = jax.jit(mapped, donate_argnums=1)
 
     def __call__(self, leaves: list[jax.Array]) -> jax.Array:
         means, self.state = self.step(leaves, self.state)

@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
@@ -122,13 +121,7 @@ class Step:
         self.grads = grads
         like = [jnp.zeros(x.shape[1:]) for x in grads]
         self.state = self.tx.init(like)
-        specs = cgx_jax.state_specs(self.state, "ranks")
-        self.mapped = jax.shard_map(
-            lambda g, s: self.tx.update([x[0] for x in g], s),
-            mesh=ranks.mesh,
-            in_specs=(P("ranks"), specs),
-            out_specs=(P(), specs),
-        )
+        self.mapped = measure.updating(self.tx, self.state, ranks.mesh, "ranks")
         self.call: Callable[..., Any] = jax.jit(self.mapped)
 
     def __call__(self) -> None:

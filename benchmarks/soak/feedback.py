@@ -5,6 +5,7 @@ of the memories, up to rounding. The account continues when a rank is killed and
 ranks changes.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import cgx_jax
+import measure
 from cgx_jax.compressors import Quantize, TopK
 
 CODES = [Quantize(4), TopK(0.1)]
@@ -38,7 +42,10 @@ class Feedback:
         ]
         params = {k: np.zeros(s, np.float32) for k, s in SHAPES.items()}
         states = [tx.init(params) for tx in self.transforms]
-        self.steps = [self._compiled(tx, s) for tx, s in zip(self.transforms, states, strict=True)]
+        self.steps = [
+            jax.jit(measure.updating(tx, s, mesh, "data"))
+            for tx, s in zip(self.transforms, states, strict=True)
+        ]
         self.whole = jax.jit(lambda s: s, out_shardings=NamedSharding(mesh, P()))
         self.states = [self._placed(s) for s in states]
         zeros = [{k: np.zeros(s) for k, s in SHAPES.items()} for _ in CODES]
@@ -49,17 +56,6 @@ class Feedback:
 
     def _placed(self, state: Any) -> Any:
         return jax.device_put(state, cgx_jax.state_shardings(state, "data", self.mesh))
-
-    def _compiled(self, transform: Any, state: Any) -> Any:
-        specs = cgx_jax.state_specs(state, "data")
-        return jax.jit(
-            jax.shard_map(
-                lambda g, s: transform.update(jax.tree.map(lambda x: x[0], g), s),
-                mesh=self.mesh,
-                in_specs=(P("data"), specs),
-                out_specs=(P(), specs),
-            )
-        )
 
     def step(self, numbers: tuple[int, ...], step: int) -> tuple[int, list[np.ndarray]]:
         """Updates with the code whose turn it is; returns its number and the mean that came out."""

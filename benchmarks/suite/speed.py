@@ -37,9 +37,7 @@ from run import Trainer
 import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
-from cgx_jax.choice import auto
 from cgx_jax.compressors import SummedCompressor
-from cgx_jax.exchanges import Mpi
 from cgx_jax.transforms.precondition import WARMUP
 
 TOGETHER = "exact, small leaves together"
@@ -191,15 +189,10 @@ def main() -> int:
     ranks = Ranks()
     names = list(dict.fromkeys(["exact", *arguments.methods.split(";")]))
     (task,) = arguments.task
-    rows = compare(ranks, task, names, fastest(), arguments.links, arguments.reps)
+    rows = compare(ranks, task, names, measure.fastest(), arguments.links, arguments.reps)
     if ranks.first:
         measure.write_json(arguments.json, rows)
     return 0
-
-
-def fastest() -> str:
-    """Returns the exchange that CPU ranks use: "mpi" if it is available, otherwise "xla"."""
-    return "mpi" if Mpi() in auto.available() else "xla"
 
 
 def launch(arguments: argparse.Namespace) -> int:
