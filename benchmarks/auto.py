@@ -27,7 +27,7 @@ import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
 from cgx_jax.choice import auto
-from cgx_jax.route.route import Options, route
+from cgx_jax.route.route import Options, Way, route
 from cgx_jax.tuning.link_timer import gradient, size_text
 
 BAR = 0.95
@@ -95,10 +95,7 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> Iterato
     seconds = ranks.seconds(functions, x, reps)
     psum, *programs = (function.lower(x).as_text() for function in functions)
     for i, name in enumerate(names, 1):
-        plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), COMPRESSORS[name])
-        exchange = auto.exchange_named("auto", arguments.exchange)
-        options = Options("auto", Axes((), None, ranks.world), exchange)
-        (way,) = route(options, plan).ways.values()
+        way = way_of(ranks.world, values, COMPRESSORS[name], arguments.exchange)
         method = "psum" if way is None else way.exchange.shorthand
         assert (programs[i - 1] == psum) == (method == "psum"), (name, method)
         yield {
@@ -114,6 +111,14 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> Iterato
             "world": ranks.world,
             "launcher": arguments.launchers,
         }
+
+
+def way_of(world: int, values: int, code: cgx_jax.Quantize, exchange: str) -> Way | None:
+    """Returns how one leaf of `values` travels, None for `lax.psum`."""
+    plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), code)
+    options = Options("auto", Axes((), None, world), auto.exchange_named("auto", exchange))
+    (way,) = route(options, plan).ways.values()
+    return way
 
 
 def passes(row: dict[str, Any]) -> bool:

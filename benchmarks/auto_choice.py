@@ -14,18 +14,16 @@ choice's time.
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 import cgx_jax
 import measure
 from all_reduce import Ranks, run
-from cgx_jax.axes import Axes
+from auto import way_of
 from cgx_jax.choice import auto
-from cgx_jax.route.route import Options, route
 from cgx_jax.tuning.link_timer import gradient, size_text
 from tuner import turns
 
@@ -66,7 +64,9 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, A
         cgx_jax.tune(ranks.mesh, "ranks", bits=(4,), budget_seconds=arguments.tune)
         for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
             x = ranks.place(gradient, size // 4)
-            functions = [ranks.psum, *(reduction(ranks, choice) for choice in choices[1:])]
+            functions = [ranks.psum]
+            for exchange, _, how in (choice.partition("/") for choice in choices[1:]):
+                functions.append(ranks.all_reduce(CODE, exchange, reduction=how or None))
             calls = [lambda f=f, x=x: f(x).block_until_ready() for f in functions]
             seconds = turns(ranks, calls, arguments.reps, arguments.seconds)
             half = len(seconds) // 2
@@ -88,18 +88,9 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, A
             }
 
 
-def reduction(ranks: Ranks, choice: str) -> Callable[..., jax.Array]:
-    exchange, _, how = choice.partition("/")
-    return ranks.all_reduce(CODE, exchange, reduction=how or None)
-
-
 def taken(ranks: Ranks, values: int) -> str:
     """Returns what "auto" takes for one leaf of `values` values."""
-    plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), "float32"), CODE)
-    options = Options(
-        "auto_choice", Axes((), None, ranks.world), auto.exchange_named("auto_choice", "auto")
-    )
-    (way,) = route(options, plan).ways.values()
+    way = way_of(ranks.world, values, CODE, "auto")
     if way is None:
         return "psum"
     once = way.reduction.shorthand == "gather_sum"

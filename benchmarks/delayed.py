@@ -26,6 +26,7 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, run
 from cgx_jax.transforms import diloco, local_params
+from training_step import loss_of, matrices
 from tuner import turns
 
 AXIS = "ranks"
@@ -83,7 +84,7 @@ def round_of(ranks: Ranks, every: int, how: dict[str, Any] | None) -> Callable[[
     else:
         delay = int(how.get("delay", 0) * every)
         tx = diloco(inner, AXIS, mesh=mesh, every=every, **(how | {"delay": delay}))
-        specs = P(), cgx_jax.state_specs(jax.eval_shape(tx.init, model()), AXIS)
+        specs = P(), cgx_jax.state_specs(jax.eval_shape(tx.init, matrices(LAYERS, WIDTH)), AXIS)
 
     @functools.partial(jax.jit, donate_argnums=1)
     @functools.partial(
@@ -98,7 +99,7 @@ def round_of(ranks: Ranks, every: int, how: dict[str, Any] | None) -> Callable[[
         return loss[None], jax.tree.map(lambda v: v[None], kept) if how is None else kept
 
     def made() -> Any:
-        kept = model(), tx.init(model())
+        kept = matrices(LAYERS, WIDTH), tx.init(matrices(LAYERS, WIDTH))
         rows = ranks.world if how is None else 0
         return jax.tree.map(lambda v: jnp.tile(v, (rows, *[1] * v.ndim)) if rows else v, kept)
 
@@ -119,17 +120,6 @@ def round_of(ranks: Ranks, every: int, how: dict[str, Any] | None) -> Callable[[
         jax.block_until_ready(kept)
 
     return steps
-
-
-def model() -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    return [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
-
-
-def loss_of(params: list[jax.Array], x: jax.Array) -> jax.Array:
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.square(x).mean()
 
 
 if __name__ == "__main__":

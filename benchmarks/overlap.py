@@ -19,13 +19,13 @@ the median (and quartiles) over the repeats. `hidden` is the part of the time be
 is for ranks that mpiexec started on this machine, as above.
 """
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parent / "suite"))
 sys.path.append(str(Path(__file__).resolve().parent / "accuracy"))
@@ -33,12 +33,12 @@ sys.path.append(str(Path(__file__).resolve().parent / "accuracy"))
 from configurations import Configuration
 from models import MODELS
 from run import Trainer
-from speed import Computing, Step, Timed, launch, of_exchange, parser_of
+from speed import Computing, Step, Timed, cells, of_exchange, parser_of
 from tasks import Task
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process
+from all_reduce import Ranks, run
 from cgx_jax import Plan, Tuner
 from cgx_jax.compressors import Compressor
 from cgx_jax.kernels.wire import HOOK_FUSION_BYTES
@@ -93,10 +93,10 @@ def trainers(
     return made | {COMPUTE: of_exchange(Computing, "xla", task, exact)}
 
 
-def compare(
-    ranks: Ranks, task: str, exchange: str, links: list[str], sizes: dict[str, int], reps: int
-) -> list[dict[str, Any]]:
-    """Times a task's step by every way on every link; one row per way and link."""
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times a task's step by every way on every link; yields one row per way and link."""
+    (task,), exchange = arguments.task, measure.fastest()
+    sizes = {name: SIZES[name] for name in arguments.sizes}
     model = MODELS[task]
     batch = tuple(x[0] for x in model.batches(1, 0))
     steps: dict[str, Callable[[], Any]] = {}
@@ -105,8 +105,7 @@ def compare(
         if ranks.first:
             print(f"  compiled {name}", flush=True)
     ranks.in_turns(steps, WARMUP // 3 + 1)
-    rows = []
-    for link in links:
+    for link in arguments.links:
         if link != "loopback":
             ranks.relink(link)
         tuner = Tuner(reductions=(), cache=False)
@@ -115,57 +114,44 @@ def compare(
             tuned()
         every = steps | {TUNED: tuned}
         ranks.in_turns(every, 1)
-        seconds = ranks.in_turns(every, reps)
-        shown = {"task": task, "world": ranks.world, "links": link, "exchange": exchange}
-        shown |= {"reps": reps, "batch": len(batch[0])}
-        new = [shown | row_of(seconds, name) for name in seconds]
-        for row in new:
-            if row["way"] == TUNED:
-                row["setting"] = str(tuner.current)
+        seconds = ranks.in_turns(every, arguments.reps)
         if ranks.first:
             print(f"{task}: {ranks.world} ranks, {link}, exchange {exchange!r}", flush=True)
-            print_rows(new)
-        rows += new
-    return rows
+            print(HEAD)
+        after, compute = seconds[AFTER], seconds[COMPUTE]
+        for name, own in seconds.items():
+            row = {
+                "task": task,
+                "world": ranks.world,
+                "links": link,
+                "exchange": exchange,
+                "reps": arguments.reps,
+                "batch": len(batch[0]),
+                "way": name,
+                "seconds": measure.quartiles(own),
+                "over_pmean": measure.quartiles(seconds[PMEAN] / own),
+                "over_after": measure.quartiles(after / own),
+                "hidden": measure.quartiles((after - own) / (after - compute)),
+            }
+            yield row | ({"setting": str(tuner.current)} if name == TUNED else {})
 
 
-def row_of(seconds: dict[str, np.ndarray], name: str) -> dict[str, Any]:
-    own, after, compute = seconds[name], seconds[AFTER], seconds[COMPUTE]
-    return {
-        "way": name,
-        "seconds": measure.quartiles(own),
-        "over_pmean": measure.quartiles(seconds[PMEAN] / own),
-        "over_after": measure.quartiles(after / own),
-        "hidden": measure.quartiles((after - own) / (after - compute)),
-    }
+HEAD = f"  {'way':<10} {'step ms':>8}  {'over pmean':>10}  {'over after (quartiles)':<22} hidden"
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    print(
-        f"  {'way':<10} {'step ms':>8}  {'over pmean':>10}  {'over after (quartiles)':<22} hidden"
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"  {row['way']:<10} {row['seconds'][1] * 1e3:>8.1f}  {row['over_pmean'][1]:>10.2f}  "
+        f"{measure.spread(row['over_after']):<22} {row['hidden'][1]:>6.2f}"
+        f"  {row.get('setting', '')}"
     )
-    for row in rows:
-        print(
-            f"  {row['way']:<10} {row['seconds'][1] * 1e3:>8.1f}  {row['over_pmean'][1]:>10.2f}  "
-            f"{measure.spread(row['over_after']):<22} {row['hidden'][1]:>6.2f}"
-            f"  {row.get('setting', '')}",
-            flush=True,
-        )
 
 
 def main() -> int:
     sizes: dict[str, Any] = {"nargs": "+", "choices": SIZES, "default": list(SIZES)}
     parser = parser_of(__doc__, ["language", "words"], "--sizes", **sizes, help="(default: all)")
     arguments = parser.parse_args()
-    if rank_of_process() is None:
-        return launch(arguments)
-    ranks = Ranks()
-    taken = {name: SIZES[name] for name in arguments.sizes}
-    (task,) = arguments.task
-    rows = compare(ranks, task, measure.fastest(), arguments.links, taken, arguments.reps)
-    if ranks.first:
-        measure.write_json(arguments.json, rows)
-    return 0
+    return run(arguments, cells(arguments), compare, line, mpi=measure.has_mpi())
 
 
 if __name__ == "__main__":

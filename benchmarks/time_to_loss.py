@@ -10,6 +10,7 @@ over the slower link takes only a few steps, since all of them would take half a
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from flax import nnx
 
 import cgx_jax
 import measure
-from all_reduce import rank_of_process
+from all_reduce import Ranks, run
 from cgx_jax.commands import rig
 from cgx_jax.transforms import diloco
 
@@ -55,41 +56,34 @@ def main() -> int:
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.few, arguments.every) < 5:
         parser.error("--steps, --few and --every must be at least 5")
-    if rank_of_process() is None:
-        cells = ((arguments.world, r, {"rates": r}) for r in arguments.rates.split(";"))
-        return measure.launch(arguments, cells)
-    for row in runs(arguments):
-        if jax.process_index() == 0:
-            ends = f"loss {row['losses'][-1]:.3f} after {row['seconds'][-1]:.0f} s"
-            print(f"{row['links']}, {row['way']}: {ends} and {row['steps']} steps", flush=True)
-            measure.add_json(arguments.json, row, ("links", "way"))
-    return 0
+    cells = ((arguments.world, r, {"rates": r}) for r in arguments.rates.split(";"))
+    return run(arguments, cells, compare, line, ("links", "way"))
 
 
-def runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Trains in all ways on this rank."""
-    rig.initialize()
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Trains in all ways; yields one row per way."""
+    mesh = jax.make_mesh((ranks.world,), ("data",))
     text, held_out = corpus.load()
     batches = corpus.windows(text, arguments.steps, BATCH, LENGTH, SEED)
     (checks,) = corpus.windows(held_out, 1, 32, LENGTH, SEED)
     graphdef, params = nnx.split(Transformer(WIDTH, LAYERS, LENGTH, nnx.Rngs(SEED)))
-    rows = []
     for way, optimizer in ways(arguments.steps, arguments.every).items():
         slow = rig.bits_per_second(arguments.rates) < 50e6 and way == "exact"
         taken = batches[: arguments.few] if slow else batches
         apart = way.startswith("DiLoCo")
         losses, seconds = train_workers(graphdef, params, optimizer, taken, checks, mesh, apart)
-        rows.append(
-            {
-                "links": arguments.rates,
-                "way": way,
-                "steps": len(taken),
-                "losses": [round(loss, 4) for loss in losses],
-                "seconds": [round(x, 3) for x in seconds],
-            }
-        )
-    return rows
+        yield {
+            "links": arguments.rates,
+            "way": way,
+            "steps": len(taken),
+            "losses": [round(loss, 4) for loss in losses],
+            "seconds": [round(x, 3) for x in seconds],
+        }
+
+
+def line(row: dict[str, Any]) -> str:
+    ends = f"loss {row['losses'][-1]:.3f} after {row['seconds'][-1]:.0f} s"
+    return f"{row['links']}, {row['way']}: {ends} and {row['steps']} steps"
 
 
 if __name__ == "__main__":

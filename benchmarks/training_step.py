@@ -117,6 +117,17 @@ def normal(rank: int, values: int) -> np.ndarray:
     return np.random.default_rng(rank).standard_normal(values, dtype=np.float32)
 
 
+def matrices(layers: int, width: int) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), layers)
+    return [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
+
+
+def loss_of(params: list[jax.Array], x: jax.Array) -> jax.Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.square(x).mean()
+
+
 def training(
     ranks: Ranks, reduction: optax.GradientTransformation, width: int, layers: int
 ) -> tuple[Any, Any]:
@@ -124,18 +135,12 @@ def training(
     optimizer = optax.chain(reduction, optax.adamw(1e-4))
 
     def initial() -> Any:
-        keys = jax.random.split(jax.random.key(0), layers)
-        params = [jax.random.normal(k, (width, width)) / width**0.5 for k in keys]
+        params = matrices(layers, width)
         return params, optimizer.init(params)
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(jnp.square(x))
 
     def step(state: Any, x: jax.Array) -> Any:
         params, opt_state = state
-        grads = jax.grad(loss)(params, x.reshape(-1, width))
+        grads = jax.grad(loss_of)(params, x.reshape(-1, width))
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 

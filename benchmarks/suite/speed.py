@@ -16,7 +16,7 @@ exchange if it is available, otherwise over "xla".
 import argparse
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from run import Trainer
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process
+from all_reduce import Ranks, run
 from cgx_jax.compressors import SummedCompressor
 from cgx_jax.transforms.precondition import WARMUP
 
@@ -113,16 +113,14 @@ class Step:
         *self.state, _ = jax.block_until_ready(self.step(*self.state, self.batch))
 
 
-def compare(
-    ranks: Ranks, task: str, names: list[str], exchange: str, links: list[str], reps: int
-) -> list[dict[str, Any]]:
-    """Times a task's step by every method on every link; one row per method and link."""
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times a task's step by every method on every link; yields one row per method and link."""
+    (task,), exchange = arguments.task, measure.fastest()
     model = MODELS[task]
     batch = tuple(x[0] for x in model.batches(1, 0))
     steps: dict[str, Callable[[], Any]] = {}
     sent = {}
-
-    for name in names:
+    for name in dict.fromkeys(["exact", *arguments.methods.split(";")]):
         configuration = METHODS.get(name, METHODS["exact"])
         kind = KINDS.get(name, Timed)
         policy = configuration.policy and configuration.policy(model.steps)
@@ -135,27 +133,38 @@ def compare(
             print(f"  compiled {name}", flush=True)
     steps["compute"] = Step(Computing(model, METHODS["exact"], model.steps), batch)
     ranks.in_turns(steps, WARMUP // 3 + 1)
-    rows = []
-    for link in links:
+    for link in arguments.links:
         ranks.relink(link)
         ranks.in_turns(steps, 1)
-        seconds = ranks.in_turns(steps, reps)
-        shown = {"exchange": exchange, "reps": reps, "batch": len(batch[0])}
-        shown |= {"world": ranks.world, "links": link}
-        new = [
-            {"task": task, "method": name, "sent_bytes": sent[name], **shown}
-            | {
+        seconds = ranks.in_turns(steps, arguments.reps)
+        if ranks.first:
+            print(f"{task}: {ranks.world} ranks, {link}, exchange {exchange!r}", flush=True)
+            print(HEAD)
+        for name, nbytes in sent.items():
+            yield {
+                "task": task,
+                "method": name,
+                "sent_bytes": nbytes,
+                "exchange": exchange,
+                "reps": arguments.reps,
+                "batch": len(batch[0]),
+                "world": ranks.world,
+                "links": link,
                 "seconds": measure.quartiles(seconds[name]),
                 "ratio": measure.quartiles(seconds["exact"] / seconds[name]),
                 "compute": measure.quartiles(seconds["compute"]),
             }
-            for name in names
-        ]
-        if ranks.first:
-            print(f"{task}: {ranks.world} ranks, {link}, exchange {exchange!r}", flush=True)
-            print_rows(new)
-        rows += new
-    return rows
+
+
+HEAD = f"  {'method':<30} {'step ms':>8}  {'ratio (quartiles)':<18} {'samples/s':>9} compute ms"
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"  {row['method']:<30} {row['seconds'][1] * 1e3:>8.1f}  "
+        f"{measure.spread(row['ratio']):<18} {row['batch'] / row['seconds'][1]:>9.0f} "
+        f"{row['compute'][1] * 1e3:>10.1f}"
+    )
 
 
 def of_exchange(
@@ -167,7 +176,7 @@ def of_exchange(
 def parser_of(
     description: str | None, tasks: list[str], option: str, **how: Any
 ) -> argparse.ArgumentParser:
-    """Returns a parser of the tasks, worlds and links that `launch` goes through, and `option`."""
+    """Returns a parser of the tasks, worlds and links of `cells`, and `option`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -184,33 +193,13 @@ def parser_of(
 def main() -> int:
     methods = {"default": ";".join(TIMED), "help": "names separated by ';'"}
     arguments = parser_of(__doc__, list(MODELS), "--methods", **methods).parse_args()
-    if rank_of_process() is None:
-        return launch(arguments)
-    ranks = Ranks()
-    names = list(dict.fromkeys(["exact", *arguments.methods.split(";")]))
-    (task,) = arguments.task
-    rows = compare(ranks, task, names, measure.fastest(), arguments.links, arguments.reps)
-    if ranks.first:
-        measure.write_json(arguments.json, rows)
-    return 0
+    return run(arguments, cells(arguments), compare, line, mpi=measure.has_mpi())
 
 
-def launch(arguments: argparse.Namespace) -> int:
-    """Runs every task and world in its own processes."""
-    pairs = itertools.product(arguments.world, arguments.task)
-    cells = ((w, arguments.links[0], {"task": [task], "world": [w]}) for w, task in pairs)
-    return measure.launch(arguments, cells, mpi=measure.has_mpi())
-
-
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    print(f"  {'method':<30} {'step ms':>8}  {'ratio (quartiles)':<18} {'samples/s':>9} compute ms")
-    for row in rows:
-        print(
-            f"  {row['method']:<30} {row['seconds'][1] * 1e3:>8.1f}  "
-            f"{measure.spread(row['ratio']):<18} {row['batch'] / row['seconds'][1]:>9.0f} "
-            f"{row['compute'][1] * 1e3:>10.1f}",
-            flush=True,
-        )
+def cells(arguments: argparse.Namespace) -> Iterator[Any]:
+    """Yields every task and world as a cell of its own."""
+    for world, task in itertools.product(arguments.world, arguments.task):
+        yield world, arguments.links[0], {"task": [task], "world": [world]}
 
 
 if __name__ == "__main__":
