@@ -134,23 +134,19 @@ def codec() -> str:
         low, high = min(medians), max(medians)
         return f"{low:.2f}" if low == high else f"{low:.2f}-{high:.2f}"
 
-    head = ["instructions", "encode, 4 bits", "8 bits", "other widths", "stochastic", "decode"]
-    head += ["rotated: encode", "decode"]
-    every, others = list(range(1, 9)), [1, 2, 3, 5, 6, 7]
-    body = [
-        [
-            isa,
-            range_of(isa, [4], "nearest"),
-            range_of(isa, [8], "nearest"),
-            range_of(isa, others, "nearest"),
-            range_of(isa, every, "stochastic"),
-            range_of(isa, every, "decode"),
-            range_of(isa, every, "rotated"),
-            range_of(isa, every, "decode rotated"),
-        ]
-        for isa in dict.fromkeys(row["isa"] for row in rows("codec"))
+    every = list(range(1, 9))
+    columns = [
+        ("encode, 4 bits", [4], "nearest"),
+        ("8 bits", [8], "nearest"),
+        ("other widths", [1, 2, 3, 5, 6, 7], "nearest"),
+        ("stochastic", every, "stochastic"),
+        ("decode", every, "decode"),
+        ("rotated: encode", every, "rotated"),
+        ("decode", every, "decode rotated"),
     ]
-    return table(head, body)
+    isas = dict.fromkeys(isa for isa, _, _ in measured)
+    body = [[isa, *(range_of(isa, *column[1:]) for column in columns)] for isa in isas]
+    return table(["instructions", *(heading for heading, *_ in columns)], body)
 
 
 NATIVE_CODES = {
@@ -231,32 +227,23 @@ def segments() -> str:
 
 def rivals() -> str:
     """Ratios at 100 MB to the fp32 sum of the same framework, by link and ranks."""
-    ours = {
-        (row["links"], row["world"], row["method"]): row["ratio"][1]
-        for row in rows("cast")
-        if row["bytes"] == 100_000_000
+    ours = [r | {"what": "ours"} for r in rows("cast") if r["bytes"] == 100_000_000]
+    every = sorted([*ours, *rows("rivals")], key=by_link)
+    columns = {
+        ("ours", "mpi"): "ours, 4 bits (`mpi`)",
+        ("ours", "cast"): "ours, bf16 (`Cast`)",
+        ("all_reduce", "bf16"): "torch, bf16 all-reduce",
+        ("ddp", "bf16"): "DDP, bf16",
+        **{("ddp", f"PowerSGD {k}"): f"DDP, PowerSGD rank {k}" for k in (1, 2, 4)},
     }
-    theirs = {
-        (row["links"], row["world"], row["what"], row["method"]): row["ratio"][1]
-        for row in rows("rivals")
+    cells = {
+        (r["links"], r["world"], heading): f"{r['ratio'][1]:.1f}"
+        for (links, world) in dict.fromkeys((r["links"], r["world"]) for r in every)
+        for which, heading in columns.items()
+        for r in every
+        if (r["links"], r["world"], r["what"], r["method"]) == (links, world, *which)
     }
-    columns: dict[str, Callable[[str, int], float | None]] = {
-        "ours, 4 bits (`mpi`)": lambda r, w: ours.get((r, w, "mpi")),
-        "ours, bf16 (`Cast`)": lambda r, w: ours.get((r, w, "cast")),
-        "torch, bf16 all-reduce": lambda r, w: theirs.get((r, w, "all_reduce", "bf16")),
-        "DDP, bf16": lambda r, w: theirs.get((r, w, "ddp", "bf16")),
-        **{
-            f"DDP, PowerSGD rank {k}": lambda r, w, k=k: theirs.get((r, w, "ddp", f"PowerSGD {k}"))
-            for k in (1, 2, 4)
-        },
-    }
-    body = []
-    for rate in RATES:
-        for world in (2, 4):
-            cells = [column(rate, world) for column in columns.values()]
-            if any(cells):
-                body.append([rate, str(world), *(f"{c:.1f}" if c else "" for c in cells)])
-    return table(["link", "ranks", *columns], body)
+    return grid(["link", "ranks"], cells)
 
 
 def gpu_cases(machine: str) -> list[dict[str, Any]]:

@@ -69,15 +69,11 @@ def spread(x: np.ndarray, digits: int, sign: str = "") -> str:
     return f"{x.mean():{sign}.{digits}f} ± {x.std(ddof=1):.{digits}f}"
 
 
-def named(metric: str) -> str:
-    return metric.replace("held_out_", "held-out ")
-
-
 def task_table(task: str) -> str:
     runs = Runs(task)
     head = ["", "bits per value"]
     for metric in METRICS[task]:
-        head += [named(metric), "difference to exact", "worse by"]
+        head += [metric.replace("held_out_", "held-out "), "difference to exact", "worse by"]
     body = []
     for name in runs.names:
         line = [name, f"{runs.values(name, 'bits_per_value').mean():.3f}"]
@@ -134,10 +130,6 @@ def settings() -> str:
     return tables.table(["", "bits per value", *TASKS], body)
 
 
-def _to_4_bits(task: str, name: str, field: str) -> np.ndarray:
-    return Runs(task).values(name, f"{field}_to_4_bits")
-
-
 def adaptive() -> str:
     """Bytes and squared error of adaptive plans, relative to 4 bits everywhere."""
     body: list[list[str]] = []
@@ -146,7 +138,9 @@ def adaptive() -> str:
         for name in runs.names:
             rows = [runs.rows[name, seed] for seed in runs.seeds(name)]
             if "widths" in rows[0]:
-                ratios = [spread(_to_4_bits(task, name, f), 3) for f in ("bytes", "error")]
+                ratios = [
+                    spread(runs.values(name, f"{f}_to_4_bits"), 3) for f in ("bytes", "error")
+                ]
                 first = rows[0]["widths"][-1]
                 body.append([task, name, *ratios, f"`{first[2]}`"])
     head = ["task", "solver", "bytes to 4 bits", "squared error to 4 bits", "last widths, seed 0"]
