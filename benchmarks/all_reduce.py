@@ -18,11 +18,11 @@ than the stated error bound. The run ends if the ranks' compressed results diffe
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 import time
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -53,27 +53,11 @@ def main() -> int:
     arguments.methods = arguments.methods.split(",")
     if arguments.methods[0] != "psum" or not set(arguments.methods) <= set(METHODS):
         parser.error(f"--methods starts with psum and goes on with some of {METHODS[1:]}")
-    if rank_of_process() is None:
-        if arguments.rate:
-            cell = arguments.world, arguments.rate, {}
-            return measure.launch(arguments, [cell], mpi="mpi" in arguments.methods)
-        if arguments.processes:
-            command = [sys.executable, *sys.argv]
-            return rig.run_ranks(arguments.processes, command, timeout=3600)
-    ranks = Ranks(arguments.world)
-    rows = []
-    for size in arguments.sizes:
-        for bits in arguments.bits:
-            compressor = cgx_jax.Quantize(bits=bits, bucket_size=arguments.bucket_size)
-            new = compare(ranks, size // 4, compressor, arguments.methods, arguments.reps)
-            if ranks.first:
-                print_rows(new, header=not rows)
-            rows += new
-    if ranks.first:
-        for row in rows:
-            row.update(world=ranks.world, links=arguments.rate or ranks.links)
-        measure.write_json(arguments.json, rows)
-    return 0
+    if arguments.processes and rank_of_process() is None:
+        return rig.run_ranks(arguments.processes, [sys.executable, *sys.argv], timeout=3600)
+    cells = [(arguments.world, arguments.rate, {})] if arguments.rate else []
+    how = {"mpi": "mpi" in arguments.methods}
+    return run(arguments, cells, compare, line, world=arguments.world, **how)
 
 
 def rank_of_process() -> int | None:
@@ -157,16 +141,18 @@ def run(
     compare: Callable[[Ranks, argparse.Namespace], Iterable[dict[str, Any]]],
     line: Callable[[dict[str, Any]], str],
     cell: Sequence[str] = (),
+    world: int = 1,
     **how: Any,
 ) -> int:
     """Runs a benchmark: starts the ranks of every one of `cells` with `measure.launch`, or is one.
 
-    A rank yields rows from compare(ranks, arguments). The first rank prints the `line` of each, and
-    writes the rows so far: with `cell` by `measure.add_json`.
+    Without cells, this process has all ranks, `world` of them. A rank yields rows from
+    compare(ranks, arguments). The first rank prints the `line` of each, and writes the rows so far:
+    with `cell` by `measure.add_json`.
     """
-    if rank_of_process() is None:
+    if cells and rank_of_process() is None:
         return measure.launch(arguments, cells, **how)
-    ranks = Ranks()
+    ranks = Ranks(world)
     rows = []
     for row in compare(ranks, arguments):
         rows.append(row)
@@ -179,77 +165,59 @@ def run(
     return 0
 
 
-def compare(
-    ranks: Ranks, values: int, compressor: cgx_jax.Quantize, methods: list[str], reps: int
-) -> list[dict[str, Any]]:
-    """Times the methods on f32[values] per rank; returns one row per method."""
-    x = ranks.place(gradient, values)
-    functions = [ranks.psum]
-    for method in methods[1:]:
-        exchange = "xla" if method == "cast" else method
-        functions.append(ranks.all_reduce(sent_as(method, compressor), exchange))
-    wrong = check(ranks, values, compressor, methods, [function(x) for function in functions])
-
-    seconds, sent = ranks.in_order(functions, x, reps)
-    ring = 2 * (ranks.world - 1) * 4 * values / ranks.world
-    rows = []
-    for i, method in enumerate(methods):
-        like = jax.ShapeDtypeStruct((values,), np.float32)
-        plan = cgx_jax.Plan.build(like, sent_as(method, compressor))
-        row = {
-            "bytes": 4 * values,
-            "method": method,
-            "bits": {"psum": 32, "cast": 16}.get(method, compressor.bits),
-            "bucket_size": compressor.bucket_size,
-            "reps": reps,
-            **bench.figures(ranks.world, 4 * values, seconds[:, 0], seconds[:, i]),
-            "sent_bytes": float(np.median(sent[:, i])) if ranks.distributed else None,
-            "wrong": wrong[i],
-            "arithmetic_bytes": ring if method == "psum" else plan.wire_bytes(ranks.world),
-        }
-        rows.append(row)
-    return rows
-
-
-def sent_as(method: str, compressor: cgx_jax.Quantize) -> cgx_jax.compressors.Compressor:
-    return cgx_jax.Cast(jnp.bfloat16) if method == "cast" else compressor
-
-
-def check(
-    ranks: Ranks,
-    values: int,
-    compressor: cgx_jax.Quantize,
-    methods: list[str],
-    results: list[jax.Array],
-) -> list[int]:
-    """Returns how many values of each method's result break its bound; exits if ranks differ."""
-    copies = [[np.asarray(s.data) for s in result.addressable_shards] for result in results]
-    for method in copies[1:]:
-        if np.unique(agreement.rows([[zlib.crc32(copy) for copy in method]])).size > 1:
-            sys.exit("all_reduce: the ranks hold different results")
-    inputs = np.stack([gradient(rank, values) for rank in range(ranks.world)])
-    codes = [None if method == "psum" else sent_as(method, compressor) for method in methods]
-    pairs = zip(codes, copies, strict=True)
-    return [bench.wrong(inputs, code, [copy[0]])[0] for code, copy in pairs]
-
-
-def print_rows(rows: list[dict[str, Any]], header: bool) -> None:
-    if header:
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times the methods; yields one row per size, width and method."""
+    if ranks.first:
         print(
             f"{'bytes':>11} {'method':>10} bits {'median ms':>9} {'algbw':>6} {'busbw':>6} Gbit/s"
             f"  {'ratio (quartiles)':<18} {'sent MB':>8} {'/plan':>6} #wrong"
         )
-    for row in rows:
-        counted = row["sent_bytes"]
-        sent = f"{counted / 1e6:.3f}" if counted else "-"
-        share = f"{counted / row['arithmetic_bytes']:.3f}" if counted else "-"
-        print(
-            f"{row['bytes']:>11,} {row['method']:>10} {row['bits']:>4}"
-            f" {row['seconds'][1] * 1e3:>9.2f} {row['algbw_gbit']:>6.2f} {row['busbw_gbit']:>6.2f}"
-            f"         {measure.spread(row['ratio']):<18} {sent:>8} {share:>6}"
-            f" {row['wrong']:>6}",
-            flush=True,
-        )
+    for size, bits in itertools.product(arguments.sizes, arguments.bits):
+        values, code = size // 4, cgx_jax.Quantize(bits, arguments.bucket_size)
+        codes = dict.fromkeys(arguments.methods, code)
+        if "cast" in codes:
+            codes["cast"] = cgx_jax.Cast(jnp.bfloat16)
+        x = ranks.place(gradient, values)
+        functions = {
+            method: ranks.all_reduce(own, "xla" if method == "cast" else method)
+            for method, own in codes.items()
+            if method != "psum"
+        }
+        functions = {"psum": ranks.psum, **functions}
+        wrong = {
+            method: bench.check(ranks, values, codes[method], [f(x)], exact=method == "psum")[0]
+            for method, f in functions.items()
+        }
+        seconds, sent = ranks.in_order(list(functions.values()), x, arguments.reps)
+        ring = 2 * (ranks.world - 1) * 4 * values / ranks.world
+        like = jax.ShapeDtypeStruct((values,), np.float32)
+        for i, (method, own) in enumerate(codes.items()):
+            plan = cgx_jax.Plan.build(like, own)
+            yield {
+                "bytes": 4 * values,
+                "method": method,
+                "bits": {"psum": 32, "cast": 16}.get(method, bits),
+                "bucket_size": arguments.bucket_size,
+                "reps": arguments.reps,
+                **bench.figures(ranks.world, 4 * values, seconds[:, 0], seconds[:, i]),
+                "sent_bytes": float(np.median(sent[:, i])) if ranks.distributed else None,
+                "wrong": wrong[method],
+                "arithmetic_bytes": ring if method == "psum" else plan.wire_bytes(ranks.world),
+                "world": ranks.world,
+                "links": arguments.rate or ranks.links,
+            }
+
+
+def line(row: dict[str, Any]) -> str:
+    counted = row["sent_bytes"]
+    sent = f"{counted / 1e6:.3f}" if counted else "-"
+    share = f"{counted / row['arithmetic_bytes']:.3f}" if counted else "-"
+    return (
+        f"{row['bytes']:>11,} {row['method']:>10} {row['bits']:>4}"
+        f" {row['seconds'][1] * 1e3:>9.2f} {row['algbw_gbit']:>6.2f} {row['busbw_gbit']:>6.2f}"
+        f"         {measure.spread(row['ratio']):<18} {sent:>8} {share:>6}"
+        f" {row['wrong']:>6}"
+    )
 
 
 if __name__ == "__main__":

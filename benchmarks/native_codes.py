@@ -9,7 +9,10 @@ repeat. `ratio` is a step's time divided by that of the first: the median (and q
 repeats. For the second step it is noise. Needs the packages of the extra `accuracy`.
 """
 
+import argparse
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +22,10 @@ sys.path.append(str(Path(__file__).resolve().parent / "suite"))
 from methods import METHODS
 from models import MODELS
 from speed import Step, Timed, of_exchange
+from tasks import Task
 
 import measure
-from all_reduce import Ranks
+from all_reduce import Ranks, run
 from cgx_jax.kernels.platforms import Platform
 
 WORLD = 2
@@ -41,37 +45,38 @@ def main() -> int:
     parser.add_argument("--task", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--methods", default=";".join(CODES), help="names separated by ';'")
     arguments = parser.parse_args()
-    ranks = Ranks(WORLD)
-    rows = []
-    for task in arguments.task:
-        for method in arguments.methods.split(";"):
-            rows += compare(ranks, task, method, arguments.reps)
-    measure.write_json(arguments.json, rows)
-    return 0
+    return run(arguments, [], compare, line, world=WORLD)
 
 
-def compare(ranks: Ranks, task: str, method: str, reps: int) -> list[dict[str, Any]]:
-    """Times a task's step by a method with native kernels, again, and in plain jnp."""
-    model = MODELS[task]
-    batch = tuple(x[0] for x in model.batches(1, 0))
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times each task's step by every method: with native kernels, again, and in plain jnp."""
+    for task, method in itertools.product(arguments.task, arguments.methods.split(";")):
+        model = MODELS[task]
+        batch = tuple(x[0] for x in model.batches(1, 0))
 
-    def step() -> Step:
-        trainer = of_exchange(Timed, "xla", model, METHODS[method])
-        return Step(trainer, batch)
+        def step(model: Task = model, batch: Any = batch, method: str = method) -> Step:
+            return Step(of_exchange(Timed, "xla", model, METHODS[method]), batch)
 
-    steps = {"native": step(), "native, again": step()}
-    with mock.patch.object(Platform, "has", return_value=False):
-        steps["jnp"] = step()
-    ranks.in_turns(steps, 1)
-    seconds = ranks.in_turns(steps, reps)
-    rows = []
-    for kernels, own in seconds.items():
-        row = {"task": task, "method": method, "kernels": kernels, "reps": reps, "world": WORLD}
-        row |= {"seconds": measure.quartiles(own)}
-        row |= {"ratio": measure.quartiles(own / seconds["native"])}
-        rows.append(row)
-        print(f"{task:<13} {method:<30} {kernels:<14} {measure.spread(row['ratio'])}")
-    return rows
+        steps = {"native": step(), "native, again": step()}
+        with mock.patch.object(Platform, "has", return_value=False):
+            steps["jnp"] = step()
+        ranks.in_turns(steps, 1)
+        seconds = ranks.in_turns(steps, arguments.reps)
+        for kernels, own in seconds.items():
+            yield {
+                "task": task,
+                "method": method,
+                "kernels": kernels,
+                "reps": arguments.reps,
+                "world": WORLD,
+                "seconds": measure.quartiles(own),
+                "ratio": measure.quartiles(own / seconds["native"]),
+            }
+
+
+def line(row: dict[str, Any]) -> str:
+    ratio = measure.spread(row["ratio"])
+    return f"{row['task']:<13} {row['method']:<30} {row['kernels']:<14} {ratio}"
 
 
 if __name__ == "__main__":
