@@ -178,12 +178,10 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, A
         if "cast" in codes:
             codes["cast"] = cgx_jax.Cast(jnp.bfloat16)
         x = ranks.place(gradient, values)
-        functions = {
-            method: ranks.all_reduce(own, "xla" if method == "cast" else method)
-            for method, own in codes.items()
-            if method != "psum"
-        }
-        functions = {"psum": ranks.psum, **functions}
+        functions = {"psum": ranks.psum}
+        for method in arguments.methods[1:]:
+            exchange = "xla" if method == "cast" else method
+            functions[method] = ranks.all_reduce(codes[method], exchange)
         wrong = {
             method: bench.check(ranks, values, codes[method], [f(x)], exact=method == "psum")[0]
             for method, f in functions.items()

@@ -17,7 +17,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from speed import Step, Timed, of_exchange
 
 import cgx_jax
 import measure
-from all_reduce import Ranks, rank_of_process
+from all_reduce import Ranks, rank_of_process, run
 
 WORLD = 2
 METHOD = "4 bits"
@@ -54,13 +54,7 @@ def main() -> int:
     (exchange, *more) = arguments.exchanges
     if more or (exchange == "mpi" and rank_of_process() is None):
         return launch(arguments)
-    ranks = Ranks(WORLD)
-    rows = []
-    for task in arguments.task:
-        rows += compare(ranks, task, exchange, arguments.reps)
-    if ranks.first:
-        measure.write_json(arguments.json, rows)
-    return 0
+    return run(arguments, [], compare, line, world=WORLD)
 
 
 def launch(arguments: argparse.Namespace) -> int:
@@ -82,8 +76,15 @@ def launch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def compare(ranks: Ranks, task: str, exchange: str, reps: int) -> list[dict[str, Any]]:
-    """Times a task's step, and its reduction alone, without the mode, again, and with it."""
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times every task without the mode, again, and with it; yields one row per program."""
+    (exchange,) = arguments.exchanges
+    for task in arguments.task:
+        yield from compare_task(ranks, task, exchange, arguments.reps)
+
+
+def compare_task(ranks: Ranks, task: str, exchange: str, reps: int) -> Iterator[dict[str, Any]]:
+    """Times a task's step, and its reduction alone."""
     model = MODELS[task]
     batch = tuple(x[0] for x in model.batches(1, 0))
     params = model.initial(0)[1]
@@ -96,7 +97,6 @@ def compare(ranks: Ranks, task: str, exchange: str, reps: int) -> list[dict[str,
         "step": lambda: Step(trainer(), batch),
         "reduction": lambda: reduction(trainer().mesh, params, plan, exchange),
     }
-    rows = []
     for what, make in kinds.items():
         programs = {"off": make(), "off, again": make()}
         with cgx_jax.debug_nonfinite("log"):
@@ -108,8 +108,7 @@ def compare(ranks: Ranks, task: str, exchange: str, reps: int) -> list[dict[str,
             whole = float(np.median(seconds["off"]))
         over = seconds["off"] if what == "step" else whole
         for mode in programs:
-            added = (seconds[mode] - seconds["off"]) / over
-            row = {
+            yield {
                 "task": task,
                 "what": what,
                 "mode": mode,
@@ -120,12 +119,8 @@ def compare(ranks: Ranks, task: str, exchange: str, reps: int) -> list[dict[str,
                 "leaves": len(plan.leaves),
                 "reps": reps,
                 "seconds": measure.quartiles(seconds[mode]),
-                "added": measure.quartiles(added),
+                "added": measure.quartiles((seconds[mode] - seconds["off"]) / over),
             }
-            rows.append(row)
-            if ranks.first:
-                print(line(row), flush=True)
-    return rows
 
 
 def line(row: dict[str, Any]) -> str:
