@@ -18,6 +18,7 @@ from cgx_jax._types import Key, Pytree
 from cgx_jax.arguments import store_whole
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor, Together
+from cgx_jax.compressors.packing import size_of
 from cgx_jax.kernels.reference import random_bits
 
 _KEY = (np.uint32(0x706F7765), np.uint32(0x72736764))
@@ -55,8 +56,7 @@ class PowerSGD(SummedCompressor):
 
     def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         sides = self._sides(shape)
-        values = math.prod((shape,) if isinstance(shape, int) else shape)
-        return 32 * (values if sides is None else self.rank * sum(sides))
+        return 32 * (size_of(shape) if sides is None else self.rank * sum(sides))
 
     def init(self, shape: Sequence[int], dtype: DTypeLike) -> Pytree:
         sides = self._sides(shape)

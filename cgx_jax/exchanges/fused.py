@@ -148,13 +148,6 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
     return operation(name, shapes)
 
 
-def starting(name: str) -> Primitive:
-    """Makes a primitive that starts a fused call, and returns its ticket."""
-    return operation(
-        name, lambda keys, *operands, bound: [_compat.result_aval((2,), np.dtype(np.uint32), keys)]
-    )
-
-
 def operation(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
     """Makes a primitive whose batches are calls of one element each.
 

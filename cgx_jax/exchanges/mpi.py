@@ -311,7 +311,7 @@ class _Calls(NamedTuple):
 
 def _calls(collective: Collective, result: Callable[..., Any], *, in_place: bool) -> _Calls:
     what = collective.value
-    start = fused.starting(f"cgx_start_{what}_mpi")
+    start = fused.operation(f"cgx_start_{what}_mpi", _ticket)
     call = fused.primitive(f"cgx_{what}_mpi", 2, result)
     finish = fused.primitive(f"cgx_finish_{what}_mpi", 3, result)
     for p in (call, start, finish):
@@ -319,6 +319,10 @@ def _calls(collective: Collective, result: Callable[..., Any], *, in_place: bool
         lowering = functools.partial(_lowering, p.name)
         mlir.register_lowering(p, lowering, platform="cpu", cacheable=False)
     return _Calls(call, start, finish, in_place)
+
+
+def _ticket(words: Any, *operands: Any, bound: fused.Bound) -> list[Any]:
+    return [_compat.result_aval((2,), np.dtype(np.uint32), words)]
 
 
 def _lowering(
