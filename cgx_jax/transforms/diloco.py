@@ -211,6 +211,7 @@ class _Workers:
             return (zeros(own), jnp.zeros(2, jnp.uint32)) if self.delay else ((), ())
 
         parts = self._parts(params)
+        synced = [part.sync.init(part.of(params)) for part in parts]  # refuses wrong wrappers
 
         def own_of(params: Pytree) -> Pytree:
             sent = [none_sent(part.of(like)) for part in parts]
@@ -218,10 +219,9 @@ class _Workers:
 
         moved, optimizer, sent = rows(own_of, operands=(params,))
         made = []
-        for part, (waiting, ticket) in zip(parts, sent, strict=True):
-            own = part.of(params)
+        for part, sync, (waiting, ticket) in zip(parts, synced, sent, strict=True):
             late = waiting, ticket, none() if self.delay else ()
-            made.append(Fragment(part.sync.init(own), self._outer_init(own), *late))
+            made.append(Fragment(sync, self._outer_init(part.of(params)), *late))
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
