@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -24,6 +25,7 @@ int64_t workers(const Pool& pool, int64_t tasks) {
 }
 
 // Calls f(task, worker) once for each task in [0, tasks), with worker in [0, workers(pool, tasks)).
+// If tasks throw, it throws the first exception, after all tasks are over.
 //
 // The caller works too and waits only for tasks that have started, so the pool cannot deadlock,
 // even if a helper is never scheduled. A late helper finds the counter exhausted and touches
@@ -36,6 +38,7 @@ void parallel_for(Pool& pool, int64_t tasks, F&& f) {
     int64_t done = 0;
     std::mutex mutex;
     std::condition_variable all_done;
+    std::exception_ptr error;  // the first
   };
   const auto state = std::make_shared<State>();
   const auto work = [state, tasks, &f] {
@@ -43,7 +46,12 @@ void parallel_for(Pool& pool, int64_t tasks, F&& f) {
     for (int64_t task; (task = state->next.fetch_add(1)) < tasks; ++finished) {
       if (worker < 0) worker = state->workers.fetch_add(1);
       const ScopedIeee ieee;
-      f(task, worker);
+      try {
+        f(task, worker);
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(state->mutex);
+        if (!state->error) state->error = std::current_exception();
+      }
     }
     if (finished == 0) return;
     const std::lock_guard<std::mutex> lock(state->mutex);
@@ -57,6 +65,7 @@ void parallel_for(Pool& pool, int64_t tasks, F&& f) {
   work();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_done.wait(lock, [&] { return state->done == tasks; });
+  if (state->error) std::rethrow_exception(state->error);
 }
 
 // The number of tasks into which to split a range that holds `values` values.
