@@ -6,7 +6,7 @@
 #include <string>
 
 #include "format/codes.h"
-#include "handlers/checks.h"
+#include "handlers/bind.h"
 
 namespace cgx {
 
@@ -22,9 +22,9 @@ struct Selections {
   float* taken;
 };
 
-// `Device` does the work. Device::Context is the context of the FFI call, and Device::Given is the
-// value that the call receives for it. Device has a function for each call that it offers, and the
-// sizes of the shortest and the longest bucket. A selection's remaining results are its scratch.
+// `Device` does the work. Device::Given is what the call receives of its context. Device has a
+// function for each call that it offers, and the sizes of the shortest and the longest bucket. A
+// selection's remaining results are its scratch.
 template <typename Device>
 class CodeCalls {
   using Given = typename Device::Given;
@@ -35,85 +35,35 @@ class CodeCalls {
 
  public:
   static XLA_FFI_Error* pack_signs(XLA_FFI_CallFrame* frame) {
-    static const auto handler =
-        bind().template Arg<Values>().template Ret<Bytes>().To(run_pack_signs, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_pack_signs>(frame, "cgx_pack_signs");
   }
-
   static XLA_FFI_Error* unpack_signs(XLA_FFI_CallFrame* frame) {
-    static const auto handler =
-        bind().template Arg<Bytes>().template Ret<Values>().template Attr<int64_t>("count").To(
-            run_unpack_signs, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_unpack_signs>(frame, "cgx_unpack_signs", "count");
   }
-
   static XLA_FFI_Error* largest(XLA_FFI_CallFrame* frame) {
-    static const auto handler = bind()
-                                    .template Arg<Values>()
-                                    .template Ret<Places>()
-                                    .template Ret<Values>()
-                                    .RemainingRets()
-                                    .template Attr<int64_t>("count")
-                                    .To(run_largest, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_largest>(frame, "cgx_largest", "count");
   }
-
   static XLA_FFI_Error* above_sampled(XLA_FFI_CallFrame* frame) {
-    static const auto handler = bind()
-                                    .template Arg<Values>()
-                                    .template Arg<Places>()
-                                    .template Ret<Places>()
-                                    .template Ret<Values>()
-                                    .RemainingRets()
-                                    .template Attr<int64_t>("count")
-                                    .template Attr<int64_t>("stride")
-                                    .template Attr<int64_t>("rank")
-                                    .To(run_above_sampled, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_above_sampled>(frame, "cgx_above_sampled", "count", "stride", "rank");
   }
-
   static XLA_FFI_Error* largest_of_buckets(XLA_FFI_CallFrame* frame) {
-    static const auto handler = bind()
-                                    .template Arg<Values>()
-                                    .template Ret<Places>()
-                                    .template Ret<Values>()
-                                    .template Attr<int64_t>("bucket_size")
-                                    .template Attr<int64_t>("keep")
-                                    .To(run_largest_of_buckets, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_largest_of_buckets>(frame, "cgx_largest_of_buckets", "bucket_size", "keep");
   }
-
   static XLA_FFI_Error* natural(XLA_FFI_CallFrame* frame) {
-    static const auto handler =
-        bind().template Arg<Words>().template Arg<Values>().template Ret<Bytes>().To(
-            run_natural, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_natural>(frame, "cgx_natural");
   }
-
   static XLA_FFI_Error* ternary(XLA_FFI_CallFrame* frame) {
-    static const auto handler = bind()
-                                    .template Arg<Words>()
-                                    .template Arg<Values>()
-                                    .template Ret<Bytes>()
-                                    .template Attr<int64_t>("bucket_size")
-                                    .To(run_ternary, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_ternary>(frame, "cgx_ternary", "bucket_size");
   }
-
   static XLA_FFI_Error* qsgd(XLA_FFI_CallFrame* frame) {
-    static const auto handler = bind()
-                                    .template Arg<Words>()
-                                    .template Arg<Values>()
-                                    .template Ret<Bytes>()
-                                    .template Attr<int64_t>("bucket_size")
-                                    .template Attr<int64_t>("levels")
-                                    .template Attr<int64_t>("l2")
-                                    .To(run_qsgd, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_qsgd>(frame, "cgx_qsgd", "bucket_size", "levels", "l2");
   }
 
  private:
-  static auto bind() { return ffi::Ffi::Bind().Ctx<typename Device::Context>(); }
+  template <auto kFunction, typename... Names>
+  static XLA_FFI_Error* call(XLA_FFI_CallFrame* frame, const char* name, Names... attributes) {
+    return named_call<kFunction, Device::kTraits>(frame, name, attributes...);
+  }
 
   template <typename Buffer>
   static int64_t rows(const Buffer& buffer) {
@@ -166,17 +116,16 @@ class CodeCalls {
     return check_within(name, "count", count, n);
   }
 
-  static ffi::Error run_pack_signs(Given device, Values x, ffi::Result<Bytes> out) {
-    const char* const name = "cgx_pack_signs";
+  static ffi::Error run_pack_signs(const char* name, Given device, Values x,
+                                   ffi::Result<Bytes> out) {
     CGX_TRY(check_columns(name, columns(x)));
     CGX_TRY(check_shape(name, "payload", *out, rows(x), (columns(x) + 7) / 8));
     return Device::pack_signs(device, filled_rows(*out), columns(x), x.typed_data(),
                               out->typed_data());
   }
 
-  static ffi::Error run_unpack_signs(Given device, Bytes payload, ffi::Result<Values> out,
-                                     int64_t n) {
-    const char* const name = "cgx_unpack_signs";
+  static ffi::Error run_unpack_signs(const char* name, Given device, Bytes payload,
+                                     ffi::Result<Values> out, int64_t n) {
     const int64_t batch = rows(payload);
     CGX_TRY(check_within(name, "count", n, kMaxSize, 0));
     CGX_TRY(check_shape(name, "payload", payload, batch, (n + 7) / 8));
@@ -185,40 +134,34 @@ class CodeCalls {
                                 out->typed_data());
   }
 
-  static ffi::Error run_largest(Given device, Values x, ffi::Result<Places> at,
+  static ffi::Error run_largest(const char* name, Given device, Values x, ffi::Result<Places> at,
                                 ffi::Result<Values> taken, ffi::RemainingRets scratch,
                                 int64_t count) {
-    const char* const name = "cgx_largest";
-    return no_throw(name, [&]() -> ffi::Error {
-      CGX_TRY(check_selection(name, x, *at, *taken, count));
-      return Device::select(device,
-                            {name, rows(x), columns(x), count, x.typed_data(), nullptr, 1, count,
-                             at->typed_data(), taken->typed_data()},
-                            scratch);
-    });
+    CGX_TRY(check_selection(name, x, *at, *taken, count));
+    return Device::select(device,
+                          {name, rows(x), columns(x), count, x.typed_data(), nullptr, 1, count,
+                           at->typed_data(), taken->typed_data()},
+                          scratch);
   }
 
-  static ffi::Error run_above_sampled(Given device, Values x, Places turns, ffi::Result<Places> at,
-                                      ffi::Result<Values> taken, ffi::RemainingRets scratch,
-                                      int64_t count, int64_t stride, int64_t rank) {
-    const char* const name = "cgx_above_sampled";
-    return no_throw(name, [&]() -> ffi::Error {
-      const int64_t n = columns(x);
-      CGX_TRY(check_selection(name, x, *at, *taken, count));
-      CGX_TRY(check_shape(name, "turns", turns, rows(x), 2));
-      CGX_TRY(check_within(name, "stride", stride, n));
-      CGX_TRY(check_within(name, "rank", rank, (n + stride - 1) / stride));
-      return Device::select(device,
-                            {name, rows(x), n, count, x.typed_data(), turns.typed_data(), stride,
-                             rank, at->typed_data(), taken->typed_data()},
-                            scratch);
-    });
+  static ffi::Error run_above_sampled(const char* name, Given device, Values x, Places turns,
+                                      ffi::Result<Places> at, ffi::Result<Values> taken,
+                                      ffi::RemainingRets scratch, int64_t count, int64_t stride,
+                                      int64_t rank) {
+    const int64_t n = columns(x);
+    CGX_TRY(check_selection(name, x, *at, *taken, count));
+    CGX_TRY(check_shape(name, "turns", turns, rows(x), 2));
+    CGX_TRY(check_within(name, "stride", stride, n));
+    CGX_TRY(check_within(name, "rank", rank, (n + stride - 1) / stride));
+    return Device::select(device,
+                          {name, rows(x), n, count, x.typed_data(), turns.typed_data(), stride,
+                           rank, at->typed_data(), taken->typed_data()},
+                          scratch);
   }
 
-  static ffi::Error run_largest_of_buckets(Given device, Values x, ffi::Result<Places> at,
-                                           ffi::Result<Values> taken, int64_t bucket_size,
-                                           int64_t keep) {
-    const char* const name = "cgx_largest_of_buckets";
+  static ffi::Error run_largest_of_buckets(const char* name, Given device, Values x,
+                                           ffi::Result<Places> at, ffi::Result<Values> taken,
+                                           int64_t bucket_size, int64_t keep) {
     CGX_TRY(check_within(name, "bucket_size", bucket_size, kLongestBucket));
     CGX_TRY(check_within(name, "keep", keep, bucket_size));
     CGX_TRY(check_columns(name, columns(x)));
@@ -253,25 +196,26 @@ class CodeCalls {
     });
   }
 
-  static ffi::Error run_natural(Given device, Words words, Values x, ffi::Result<Bytes> out) {
+  static ffi::Error run_natural(const char* name, Given device, Words words, Values x,
+                                ffi::Result<Bytes> out) {
     BucketsCall one{};
     one.coded = Coded::kNatural;
     one.bucket_size = 512;  // only for the noise: these buckets have no scale
     one.width = 8;
-    return encode_all("cgx_natural", device, words, x, out, one);
+    return encode_all(name, device, words, x, out, one);
   }
 
-  static ffi::Error run_ternary(Given device, Words words, Values x, ffi::Result<Bytes> out,
-                                int64_t bucket_size) {
+  static ffi::Error run_ternary(const char* name, Given device, Words words, Values x,
+                                ffi::Result<Bytes> out, int64_t bucket_size) {
     BucketsCall one{};
     one.coded = Coded::kTernary;
     one.bucket_size = bucket_size;
-    return encode_all("cgx_ternary", device, words, x, out, one);
+    return encode_all(name, device, words, x, out, one);
   }
 
-  static ffi::Error run_qsgd(Given device, Words words, Values x, ffi::Result<Bytes> out,
-                             int64_t bucket_size, int64_t levels, int64_t l2) {
-    const char* const name = "cgx_qsgd";
+  static ffi::Error run_qsgd(const char* name, Given device, Words words, Values x,
+                             ffi::Result<Bytes> out, int64_t bucket_size, int64_t levels,
+                             int64_t l2) {
     CGX_TRY(check_within(name, "levels", levels, 127));
     BucketsCall one{};
     one.coded = Coded::kSteps;

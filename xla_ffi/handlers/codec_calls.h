@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "handlers/bind.h"
 #include "handlers/operands.h"
 
 namespace cgx {
@@ -64,8 +65,8 @@ struct Operands {
   std::vector<LeafUnits> units_;
 };
 
-// `Device` does the work. Device::Context is the context of the FFI call, and Device::Given is the
-// value that the call receives for it. Device has a function for each call.
+// `Device` does the work. Device::Given is what the call receives of its context. Device has a
+// function for each call.
 // Device::kLongestInUnits is the longest bucket whose values it multiplies by units.
 template <typename Device>
 class CodecCalls {
@@ -74,137 +75,102 @@ class CodecCalls {
  public:
   // (key, rank, leaves, units) -> payload [, residuals]
   static XLA_FFI_Error* encode(XLA_FFI_CallFrame* frame) {
-    static const auto handler = with_layout(bind()
-                                                .template Arg<Keys>()
-                                                .template Arg<Ranks>()
-                                                .RemainingArgs()
-                                                .template Ret<Payload>()
-                                                .RemainingRets())
-                                    .To(run_encode, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_encode>(frame, "cgx_encode");
   }
-
   // (key, rank, payload, leaves [, residuals], units) -> chunk [, residuals, in the memory of their
   // operands]
   static XLA_FFI_Error* reduce(XLA_FFI_CallFrame* frame) {
-    static const auto handler = with_layout(bind()
-                                                .template Arg<Keys>()
-                                                .template Arg<Ranks>()
-                                                .template Arg<Payload>()
-                                                .RemainingArgs()
-                                                .template Ret<Payload>()
-                                                .RemainingRets())
-                                    .template Attr<float>("divisor")
-                                    .To(run_reduce, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_reduce>(frame, "cgx_reduce", "divisor");
   }
-
   // (payload, units) -> leaves
   static XLA_FFI_Error* decode(XLA_FFI_CallFrame* frame) {
-    static const auto handler =
-        with_layout(bind().template Arg<Payload>().RemainingArgs().RemainingRets())
-            .To(run_decode, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_decode>(frame, "cgx_decode");
   }
-
   // (rank, payload of all peers, leaves) -> leaves
   static XLA_FFI_Error* accumulate(XLA_FFI_CallFrame* frame) {
-    static const auto handler =
-        with_layout(
-            bind().template Arg<Ranks>().template Arg<Payload>().RemainingArgs().RemainingRets())
-            .template Attr<float>("divisor")
-            .To(run_accumulate, {Device::kTraits});
-    return handler->Call(frame);
+    return call<run_accumulate>(frame, "cgx_accumulate", "divisor");
   }
 
  private:
-  static auto bind() { return ffi::Ffi::Bind().Ctx<typename Device::Context>(); }
-
-  static ffi::Error run_encode(Given device, Keys key, Ranks rank, ffi::RemainingArgs args,
-                               ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints slots,
-                               int64_t world) {
-    const char* const name = "cgx_encode";
-    return no_throw(name, [&]() -> ffi::Error {
-      const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
-      Operands all(name);
-      Leaves units;
-      CGX_TRY(all.add(rank, args, rets));
-      CGX_TRY(split_units(name, attributes, &all.leaves, &units));
-      if (rets.size() > 0) CGX_TRY(same_leaves(name, all.leaves, all.results));
-      CGX_TRY(all.build(all.leaves, attributes, units));
-      CGX_TRY(all.add_keys(key));
-      CGX_TRY(all.check_rows("payload", *payload, world));
-      return Device::encode(device, all, payload->typed_data());
-    });
+  template <auto kFunction, typename... Names>
+  static XLA_FFI_Error* call(XLA_FFI_CallFrame* frame, const char* name, Names... attributes) {
+    return named_call<kFunction, Device::kTraits>(frame, name, "slots", "world", attributes...);
   }
 
-  static ffi::Error run_reduce(Given device, Keys key, Ranks rank, Payload payload,
-                               ffi::RemainingArgs args, ffi::Result<Payload> chunk,
-                               ffi::RemainingRets rets, Ints slots, int64_t world, float divisor) {
-    const char* const name = "cgx_reduce";
-    return no_throw(name, [&]() -> ffi::Error {
-      const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
-      Operands all(name);
-      Leaves units;
-      CGX_TRY(all.add(rank, args, rets));
-      CGX_TRY(split_units(name, attributes, &all.leaves, &units));
-      if (rets.size() > 0) {
-        Leaves residuals;
-        CGX_TRY(all.leaves.split(name, rets.size(), &residuals));
-        CGX_TRY(same_leaves(name, all.leaves, residuals));
-        CGX_TRY(same_leaves(name, all.leaves, all.results));
-        if (residuals.data != all.results.data) {
-          return invalid(name, "residual results must lie where their operands lie");
-        }
-      }
-      CGX_TRY(all.build(all.leaves, attributes, units));
-      CGX_TRY(all.add_keys(key));
-      CGX_TRY(all.check_rows("payload", payload, world));
-      CGX_TRY(all.check_rows("chunk", *chunk, 1));
-      CGX_TRY(check_divisor(name, divisor));
-      all.divisor = divisor;
-      return Device::reduce(device, all, payload.typed_data(), chunk->typed_data());
-    });
-  }
-
-  static ffi::Error run_decode(Given device, Payload payload, ffi::RemainingArgs args,
+  static ffi::Error run_encode(const char* name, Given device, Keys key, Ranks rank,
+                               ffi::RemainingArgs args, ffi::Result<Payload> payload,
                                ffi::RemainingRets rets, Ints slots, int64_t world) {
-    const char* const name = "cgx_decode";
-    return no_throw(name, [&]() -> ffi::Error {
-      const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
-      Operands all(name);
-      Leaves units;
-      const auto dims = payload.dimensions();
-      // An empty payload may claim any batch, even one with too many elements to loop over.
-      all.batch = dims.size() == 3 && payload.element_count() > 0 ? dims[0] : 1;
-      CGX_TRY(all.results.add(name, rets, all.batch));
-      CGX_TRY(units.add(name, args, all.batch));
-      CGX_TRY(check_number(name, "units", args.size(), attributes.have_units()));
-      CGX_TRY(all.build(all.results, attributes, units));
-      CGX_TRY(all.check_rows("payload", payload, world));
-      return Device::decode(device, all, payload.typed_data());
-    });
+    const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
+    Operands all(name);
+    Leaves units;
+    CGX_TRY(all.add(rank, args, rets));
+    CGX_TRY(split_units(name, attributes, &all.leaves, &units));
+    if (rets.size() > 0) CGX_TRY(same_leaves(name, all.leaves, all.results));
+    CGX_TRY(all.build(all.leaves, attributes, units));
+    CGX_TRY(all.add_keys(key));
+    CGX_TRY(all.check_rows("payload", *payload, world));
+    return Device::encode(device, all, payload->typed_data());
   }
 
-  static ffi::Error run_accumulate(Given device, Ranks rank, Payload payload,
+  static ffi::Error run_reduce(const char* name, Given device, Keys key, Ranks rank,
+                               Payload payload, ffi::RemainingArgs args, ffi::Result<Payload> chunk,
+                               ffi::RemainingRets rets, Ints slots, int64_t world, float divisor) {
+    const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
+    Operands all(name);
+    Leaves units;
+    CGX_TRY(all.add(rank, args, rets));
+    CGX_TRY(split_units(name, attributes, &all.leaves, &units));
+    if (rets.size() > 0) {
+      Leaves residuals;
+      CGX_TRY(all.leaves.split(name, rets.size(), &residuals));
+      CGX_TRY(same_leaves(name, all.leaves, residuals));
+      CGX_TRY(same_leaves(name, all.leaves, all.results));
+      if (residuals.data != all.results.data) {
+        return invalid(name, "residual results must lie where their operands lie");
+      }
+    }
+    CGX_TRY(all.build(all.leaves, attributes, units));
+    CGX_TRY(all.add_keys(key));
+    CGX_TRY(all.check_rows("payload", payload, world));
+    CGX_TRY(all.check_rows("chunk", *chunk, 1));
+    CGX_TRY(check_divisor(name, divisor));
+    all.divisor = divisor;
+    return Device::reduce(device, all, payload.typed_data(), chunk->typed_data());
+  }
+
+  static ffi::Error run_decode(const char* name, Given device, Payload payload,
+                               ffi::RemainingArgs args, ffi::RemainingRets rets, Ints slots,
+                               int64_t world) {
+    const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
+    Operands all(name);
+    Leaves units;
+    const auto dims = payload.dimensions();
+    // An empty payload may claim any batch, even one with too many elements to loop over.
+    all.batch = dims.size() == 3 && payload.element_count() > 0 ? dims[0] : 1;
+    CGX_TRY(all.results.add(name, rets, all.batch));
+    CGX_TRY(units.add(name, args, all.batch));
+    CGX_TRY(check_number(name, "units", args.size(), attributes.have_units()));
+    CGX_TRY(all.build(all.results, attributes, units));
+    CGX_TRY(all.check_rows("payload", payload, world));
+    return Device::decode(device, all, payload.typed_data());
+  }
+
+  static ffi::Error run_accumulate(const char* name, Given device, Ranks rank, Payload payload,
                                    ffi::RemainingArgs args, ffi::RemainingRets rets, Ints slots,
                                    int64_t world, float divisor) {
-    const char* const name = "cgx_accumulate";
-    return no_throw(name, [&]() -> ffi::Error {
-      Operands all(name);
-      CGX_TRY(all.add(rank, args, rets));
-      const auto dims = payload.dimensions();
-      if (dims.size() < 2) return invalid(name, expected("rank of payload", dims.size(), 2));
-      const int64_t peers = dims[dims.size() - 2];
-      CGX_TRY(check_world(name, peers, "number of rows of payload"));
-      CGX_TRY(same_leaves(name, all.leaves, all.results));
-      if (world != 1) return invalid(name, expected("world", world, 1));
-      CGX_TRY(all.build(all.leaves, {slots, world}));
-      CGX_TRY(all.check_rows("payload", payload, peers));
-      CGX_TRY(check_divisor(name, divisor));
-      all.divisor = divisor;
-      return Device::accumulate(device, all, payload.typed_data(), peers);
-    });
+    Operands all(name);
+    CGX_TRY(all.add(rank, args, rets));
+    const auto dims = payload.dimensions();
+    if (dims.size() < 2) return invalid(name, expected("rank of payload", dims.size(), 2));
+    const int64_t peers = dims[dims.size() - 2];
+    CGX_TRY(check_world(name, peers, "number of rows of payload"));
+    CGX_TRY(same_leaves(name, all.leaves, all.results));
+    if (world != 1) return invalid(name, expected("world", world, 1));
+    CGX_TRY(all.build(all.leaves, {slots, world}));
+    CGX_TRY(all.check_rows("payload", payload, peers));
+    CGX_TRY(check_divisor(name, divisor));
+    all.divisor = divisor;
+    return Device::accumulate(device, all, payload.typed_data(), peers);
   }
 };
 

@@ -41,7 +41,6 @@ void split_buffers(ffi::ThreadPool& pool, const Operands& all, F f) {
 }
 
 struct Cpu {
-  using Context = ffi::ThreadPool;
   using Given = ffi::ThreadPool;
   static constexpr auto kTraits = ffi::Traits{};
   static constexpr int64_t kLongestInUnits = int64_t{1} << 62;
@@ -177,39 +176,33 @@ struct Cpu {
 };
 
 // (leaves) -> found
-ffi::Error find(ffi::ThreadPool pool, ffi::RemainingArgs args,
+ffi::Error find(const char* name, ffi::ThreadPool pool, ffi::RemainingArgs args,
                 ffi::Result<ffi::Buffer<ffi::S32, 3>> found) {
-  const char* const name = "cgx_find_nonfinite";
-  return no_throw(name, [&]() -> ffi::Error {
-    const int64_t batch = found->dimensions()[0];
-    CGX_TRY(check_batch(name, batch));
-    Leaves leaves;
-    CGX_TRY(leaves.add(name, args, batch));
-    const size_t n = leaves.size.size();
-    CGX_TRY(check_number(name, "leaves", n, found->dimensions()[1]));
-    CGX_TRY(check_number(name, "numbers per leaf", found->dimensions()[2], 2));
-    if (n == 0) return ffi::Error::Success();
-    std::vector<SearchedLeaf> all;
-    int64_t values = 0;
-    for (void* const data : leaves.pointers(batch)) {
-      const size_t k = all.size() % n;
-      all.push_back({data, leaves.dtype[k], leaves.size[k]});
-      values += leaves.size[k];
-    }
-    NonFiniteTable table(found->typed_data(), all.size());
-    split_range(pool, 1, 0, values, pieces(values / kValuesLookedAt),
-                [&](int64_t, int64_t first, int64_t last, int64_t) {
-                  find_nonfinite(all, first, last, table);
-                });
-    return ffi::Error::Success();
-  });
+  const int64_t batch = found->dimensions()[0];
+  CGX_TRY(check_batch(name, batch));
+  Leaves leaves;
+  CGX_TRY(leaves.add(name, args, batch));
+  const size_t n = leaves.size.size();
+  CGX_TRY(check_number(name, "leaves", n, found->dimensions()[1]));
+  CGX_TRY(check_number(name, "numbers per leaf", found->dimensions()[2], 2));
+  if (n == 0) return ffi::Error::Success();
+  std::vector<SearchedLeaf> all;
+  int64_t values = 0;
+  for (void* const data : leaves.pointers(batch)) {
+    const size_t k = all.size() % n;
+    all.push_back({data, leaves.dtype[k], leaves.size[k]});
+    values += leaves.size[k];
+  }
+  NonFiniteTable table(found->typed_data(), all.size());
+  split_range(pool, 1, 0, values, pieces(values / kValuesLookedAt),
+              [&](int64_t, int64_t first, int64_t last, int64_t) {
+                find_nonfinite(all, first, last, table);
+              });
+  return ffi::Error::Success();
 }
 
 XLA_FFI_Error* call_find(XLA_FFI_CallFrame* frame) {
-  static const auto handler =
-      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().Ret<ffi::Buffer<ffi::S32, 3>>().To(
-          find);
-  return handler->Call(frame);
+  return named_call<find>(frame, "cgx_find_nonfinite");
 }
 
 }  // namespace

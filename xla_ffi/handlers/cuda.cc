@@ -12,7 +12,6 @@ namespace {
 
 // Runs the calls batch element by batch element.
 struct Cuda {
-  using Context = ffi::PlatformStream<cudaStream_t>;
   using Given = cudaStream_t;
   static constexpr auto kTraits = ffi::Traits::kCmdBufferCompatible;
   static constexpr int64_t kLongestInUnits = kTileValues;

@@ -7,9 +7,11 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <shared_mutex>
 #include <utility>
 
 #include "cpu/kernels.h"
+#include "handlers/bind.h"
 #include "handlers/fresh_results.h"
 #include "handlers/operands.h"
 #include "messages/fused.h"
@@ -19,13 +21,8 @@
 namespace cgx {
 namespace {
 
-std::mutex engine_mutex;
-std::shared_ptr<Engine> engine;
-
-std::shared_ptr<Engine> current_engine() {
-  const std::lock_guard<std::mutex> lock(engine_mutex);
-  return engine;
-}
+std::shared_mutex engine_mutex;  // shared by calls while they use the engine
+std::unique_ptr<Engine> engine;
 
 // Detects twins. A function that is compiled once and called twice yields two operations that
 // cannot be told apart, and each rank may run them in a different order. They reveal themselves by
@@ -155,123 +152,108 @@ ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepa
   ffi::Promise promise;
   ffi::Future future(promise);
   const std::string call(name);
-  const auto engine = current_engine();
-  if (!engine) {
-    promise.SetError(stopped(call));
-    return future;
-  }
   Prepared prepared;
-  const ffi::Error error =
-      no_throw(call.c_str(), [&] { return prepare(engine->settings(), &prepared); });
+  const std::shared_lock<std::shared_mutex> lock(engine_mutex);
+  const ffi::Error error = no_throw(call.c_str(), [&]() -> ffi::Error {
+    if (!engine) return stopped(call);
+    CGX_TRY(prepare(engine->settings(), &prepared));
+    return check_twins(call, run, channel, prepared);
+  });
   if (error.failure()) {
     promise.SetError(error);
-    return future;
+  } else {
+    engine->submit(call, std::move(prepared.group.peers), std::move(prepared.start),
+                   [promise](const std::string& error) mutable { settle(promise, error); });
   }
-  if (ffi::Error error = check_twins(call, run, channel, prepared); error.failure()) {
-    promise.SetError(error);
-    return future;
-  }
-  engine->submit(call, std::move(prepared.group.peers), std::move(prepared.start),
-                 [promise](const std::string& error) mutable { settle(promise, error); });
   return future;
 }
 
-// What a fused call is told besides its leaves and its ranks.
-struct FusedAttributes {
-  Ints slots;
-  float divisor;
-  std::string_view program;
+// A fused call. Its spec gets the operands once they are checked.
+template <Collective kCollective>
+struct Fused {
+  std::string call;
+  Where where;
+  LayoutAttributes attributes;
+  Leaves leaves = {};
+  Units units = {};
+  std::shared_ptr<FusedSpec> spec = std::make_shared<FusedSpec>();
 
-  template <Collective kCollective>
-  LayoutAttributes layout(int64_t world) const {
-    return {slots, kCollective == Collective::kGatherSum ? 1 : world, 1,
-            /*longest_in_units=*/int64_t{1} << 62};
+  Fused(std::string_view name, const Where& where, Ints slots)
+      : call(name),
+        where(where),
+        attributes{slots, kCollective == Collective::kGatherSum ? 1 : where.world, 1,
+                   /*longest_in_units=*/int64_t{1} << 62} {}
+
+  ffi::Error check(const Keys& keys, const ffi::RemainingArgs& args, float divisor,
+                   std::string_view program, const EngineSettings& settings, Group* group) {
+    constexpr int64_t kKeys = has(kCollective, Phase::kScatter) ? 4 : 2;
+    Leaves unit_operand;
+    CGX_TRY(leaves.add(call, args, 1));
+    CGX_TRY(split_units(call, attributes, &leaves, &unit_operand));
+    CGX_TRY(build_layout(call, leaves.size, attributes, &spec->owned));
+    CGX_TRY(units.add(call, leaves, unit_operand, attributes));
+    CGX_TRY(check_count(call, "keys", keys, kKeys));
+    CGX_TRY(check_divisor(call, divisor));
+    CGX_TRY(find_group(call, where, settings, group));
+    spec->collective = kCollective;
+    spec->world = where.world;
+    spec->in.assign(leaves.data.begin(), leaves.data.end());
+    spec->dtypes = leaves.dtype;
+    spec->units = units.first;
+    std::copy_n(keys.typed_data(), kKeys, spec->keys);
+    spec->divisor = divisor;
+    spec->rank = group->rank;
+    spec->tag = group->tag;
+    spec->program = Program(program);
+    return ffi::Error::Success();
+  }
+  ffi::Error check_results(const ffi::RemainingRets& rets) {
+    Leaves results, residuals;
+    CGX_TRY(results.add(call, rets, 1));
+    CGX_TRY(results.split(call, leaves.size.size(), &residuals));
+    if (!residuals.data.empty()) CGX_TRY(same_leaves(call, leaves, residuals));
+    CGX_TRY(same_leaves(call, sums_of<kCollective>(leaves, attributes), results));
+    prefer_huge_pages(results);
+    prefer_huge_pages(residuals);
+    spec->out.assign(results.data.begin(), results.data.end());
+    spec->residuals.assign(residuals.data.begin(), residuals.data.end());
+    spec->out_dtypes = results.dtype;
+    return ffi::Error::Success();
+  }
+  Engine::Start start() const {
+    return [spec = spec](Engine::Means means) {
+      return std::make_unique<FusedCall>(std::move(*spec), means.settings, std::move(means.port),
+                                         means.workers, means.buffers);
+    };
   }
 };
-
-// Checks the operands of a fused call, and puts them into its spec.
-template <Collective kCollective>
-ffi::Error check_operands(const std::string& name, const Keys& keys, const Where& where,
-                          const ffi::RemainingArgs& args, const FusedAttributes& given,
-                          const EngineSettings& settings, Leaves* leaves, Units* units,
-                          Group* group, FusedSpec* spec) {
-  constexpr int64_t kKeys = has(kCollective, Phase::kScatter) ? 4 : 2;
-  const LayoutAttributes attributes = given.layout<kCollective>(where.world);
-  Leaves unit_operand;
-  CGX_TRY(leaves->add(name, args, 1));
-  CGX_TRY(split_units(name, attributes, leaves, &unit_operand));
-  CGX_TRY(build_layout(name, leaves->size, attributes, &spec->owned));
-  CGX_TRY(units->add(name, *leaves, unit_operand, attributes));
-  CGX_TRY(check_count(name, "keys", keys, kKeys));
-  CGX_TRY(check_divisor(name, given.divisor));
-  CGX_TRY(find_group(name, where, settings, group));
-  spec->collective = kCollective;
-  spec->world = where.world;
-  spec->in.assign(leaves->data.begin(), leaves->data.end());
-  spec->dtypes = leaves->dtype;
-  spec->units = units->first;
-  std::copy_n(keys.typed_data(), kKeys, spec->keys);
-  spec->divisor = given.divisor;
-  spec->rank = group->rank;
-  spec->tag = group->tag;
-  spec->program = Program(given.program);
-  return ffi::Error::Success();
-}
-
-// Checks the results of a fused call of `leaves`.
-template <Collective kCollective>
-ffi::Error check_results(const std::string& name, const ffi::RemainingRets& rets,
-                         const Leaves& leaves, const LayoutAttributes& attributes, Leaves* results,
-                         Leaves* residuals) {
-  CGX_TRY(results->add(name, rets, 1));
-  CGX_TRY(results->split(name, leaves.size.size(), residuals));
-  if (!residuals->data.empty()) CGX_TRY(same_leaves(name, leaves, *residuals));
-  CGX_TRY(same_leaves(name, sums_of<kCollective>(leaves, attributes), *results));
-  prefer_huge_pages(*results);
-  prefer_huge_pages(*residuals);
-  return ffi::Error::Success();
-}
-
-Engine::Start start_of(std::shared_ptr<FusedSpec> spec) {
-  return [spec](Engine::Means means) {
-    return std::make_unique<FusedCall>(std::move(*spec), means.settings, std::move(means.port),
-                                       means.workers, means.buffers);
-  };
-}
 
 template <Collective kCollective>
 ffi::Future reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::RunId run, Ints slots, int64_t world, float divisor, Ints groups,
                    int64_t channel, std::string_view name, std::string_view program) {
-  return submit(
-      name, run, channel, [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
-        const std::string call(name);
-        const auto spec = std::make_shared<FusedSpec>();
-        const FusedAttributes given{slots, divisor, program};
-        Leaves leaves, results, residuals;
-        Units units;
-        CGX_TRY(check_operands<kCollective>(call, keys, {position, groups, world, channel}, args,
-                                            given, settings, &leaves, &units, &prepared->group,
-                                            spec.get()));
-        CGX_TRY(check_results<kCollective>(call, rets, leaves, given.layout<kCollective>(world),
-                                           &results, &residuals));
-        spec->out.assign(results.data.begin(), results.data.end());
-        spec->residuals.assign(residuals.data.begin(), residuals.data.end());
-        spec->out_dtypes = results.dtype;
-        if (!spec->in.empty()) prepared->operand = spec->in[0], prepared->result = spec->out[0];
-        prepared->start = start_of(spec);
-        return ffi::Error::Success();
-      });
+  return submit(name, run, channel,
+                [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
+                  Fused<kCollective> fused(name, {position, groups, world, channel}, slots);
+                  CGX_TRY(fused.check(keys, args, divisor, program, settings, &prepared->group));
+                  CGX_TRY(fused.check_results(rets));
+                  const FusedSpec& spec = *fused.spec;
+                  if (!spec.in.empty())
+                    prepared->operand = spec.in[0], prepared->result = spec.out[0];
+                  prepared->start = fused.start();
+                  return ffi::Error::Success();
+                });
 }
 
 // Lets a call use copies of its operands, and memory for its results, which outlive this program.
 template <Collective kCollective>
-std::shared_ptr<StartedCall> with_own_memory(const Leaves& leaves, const Units& units,
-                                             const LayoutAttributes& given, bool residuals,
-                                             FusedSpec* spec) {
+std::shared_ptr<StartedCall> with_own_memory(const Fused<kCollective>& fused, bool residuals) {
+  const Leaves& leaves = fused.leaves;
+  const Units& units = fused.units;
+  FusedSpec* const spec = fused.spec.get();
   // The sums of a gather-sum may be wider than its leaves; those of an all-reduce take their place.
   constexpr bool kInPlace = kCollective == Collective::kAllReduce;
-  const Leaves sums = sums_of<kCollective>(leaves, given);
+  const Leaves sums = sums_of<kCollective>(leaves, fused.attributes);
   const auto bytes = [](const Leaves& all, size_t k) {
     return all.size[k] * item_size(all.dtype[k]);
   };
@@ -315,34 +297,28 @@ ffi::Error start(Keys keys, Ranks position, Keys ticket, ffi::RemainingArgs args
                  int64_t number, int64_t residuals) {
   const std::string call(name);
   return no_throw(call.c_str(), [&]() -> ffi::Error {
-    const auto engine = current_engine();
+    const std::shared_lock<std::shared_mutex> lock(engine_mutex);
     if (!engine) return stopped(call);
     CGX_TRY(check_count(call, "ticket", ticket, 2));
     CGX_TRY(check_count(call, "the result", *out, 2));
-    const auto spec = std::make_shared<FusedSpec>();
-    const FusedAttributes given{slots, divisor, program};
-    Leaves leaves;
-    Units units;
+    Fused<kCollective> fused(name, {position, groups, world, channel}, slots);
     Prepared prepared;
-    CGX_TRY(check_operands<kCollective>(call, keys, {position, groups, world, channel}, args, given,
-                                        engine->settings(), &leaves, &units, &prepared.group,
-                                        spec.get()));
+    CGX_TRY(fused.check(keys, args, divisor, program, engine->settings(), &prepared.group));
     prepared.operand = ticket.typed_data(), prepared.result = out->typed_data();
     CGX_TRY(check_twins(call, run, channel, prepared));
     // The ranks agree on the lane, since they run the same programs.
     Fingerprint lane;
-    lane.add(spec->program.fingerprint);
+    lane.add(fused.spec->program.fingerprint);
     lane.add(channel);
     const int64_t lanes = num_lanes(engine->settings());
     const int64_t own = num_channels(engine->settings()) - lanes + lane.value() % lanes;
-    spec->tag = static_cast<int>(own * kCallTags);
-    const auto started = with_own_memory<kCollective>(
-        leaves, units, given.layout<kCollective>(world), residuals != 0, spec.get());
+    fused.spec->tag = static_cast<int>(own * kCallTags);
+    const auto started = with_own_memory(fused, residuals != 0);
     StartedCalls& calls = started_calls();
     const uint64_t known = number_of(ticket), id = known != 0 ? known : calls.new_ticket();
     calls.put(own, {id, number}, started);
     engine->submit(
-        call, std::move(prepared.group.peers), start_of(spec),
+        call, std::move(prepared.group.peers), fused.start(),
         [started](const std::string& error) { started->is_over(error); }, own);
     out->typed_data()[0] = static_cast<uint32_t>(id >> 32);
     out->typed_data()[1] = static_cast<uint32_t>(id);
@@ -430,69 +406,28 @@ ffi::Future move_rows(Ranks position, ffi::AnyBuffer rows, ffi::Result<ffi::AnyB
       });
 }
 
-template <typename Binding>
-auto with_ranks(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Attr<Ints>("groups")
-      .template Attr<int64_t>("channel")
-      .template Attr<std::string_view>("name")
-      .template Attr<std::string_view>("program");
-}
-
 template <bool kGathers>
 XLA_FFI_Error* call_rows(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_ranks(ffi::Ffi::Bind()
-                                             .Arg<Ranks>()
-                                             .Arg<ffi::AnyBuffer>()
-                                             .Ret<ffi::AnyBuffer>()
-                                             .Ctx<ffi::RunId>()
-                                             .Attr<int64_t>("world"))
-                                  .To(move_rows<kGathers>);
-  return handler->Call(frame);
+  return call<move_rows<kGathers>>(frame, "world", "groups", "channel", "name", "program");
 }
 
+// Calls the handler of a fused call, or of a part of one, which has `more` attributes.
+template <auto kFunction, typename... Names>
+XLA_FFI_Error* call_fused(XLA_FFI_CallFrame* frame, Names... more) {
+  return call<kFunction>(frame, "slots", "world", "divisor", "groups", "channel", "name", "program",
+                         more...);
+}
 template <Collective kCollective>
 XLA_FFI_Error* call_reduce(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_ranks(with_layout(ffi::Ffi::Bind()
-                                                         .Arg<Keys>()
-                                                         .Arg<Ranks>()
-                                                         .RemainingArgs()
-                                                         .RemainingRets()
-                                                         .Ctx<ffi::RunId>())
-                                             .Attr<float>("divisor"))
-                                  .To(reduce<kCollective>);
-  return handler->Call(frame);
+  return call_fused<reduce<kCollective>>(frame);
 }
-
 template <Collective kCollective>
 XLA_FFI_Error* call_start(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_ranks(with_layout(ffi::Ffi::Bind()
-                                                         .Arg<Keys>()
-                                                         .Arg<Ranks>()
-                                                         .Arg<Keys>()
-                                                         .RemainingArgs()
-                                                         .Ret<Keys>()
-                                                         .Ctx<ffi::RunId>())
-                                             .Attr<float>("divisor"))
-                                  .Attr<int64_t>("number")
-                                  .Attr<int64_t>("residuals")
-                                  .To(start<kCollective>);
-  return handler->Call(frame);
+  return call_fused<start<kCollective>>(frame, "number", "residuals");
 }
-
 template <Collective kCollective>
 XLA_FFI_Error* call_finish(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_ranks(with_layout(ffi::Ffi::Bind()
-                                                         .Arg<Keys>()
-                                                         .Arg<Ranks>()
-                                                         .Arg<Keys>()
-                                                         .RemainingArgs()
-                                                         .RemainingRets()
-                                                         .Ctx<ffi::RunId>())
-                                             .Attr<float>("divisor"))
-                                  .Attr<int64_t>("number")
-                                  .To(finish<kCollective>);
-  return handler->Call(frame);
+  return call_fused<finish<kCollective>>(frame, "number");
 }
 
 }  // namespace
@@ -509,18 +444,20 @@ std::vector<Handler> mpi_handlers() {
 }
 
 void set_engine(std::unique_ptr<Engine> next) {
-  const bool follows = next != nullptr;
-  std::shared_ptr<Engine> old(std::move(next));
+  static std::mutex mutex;  // one after the other
+  const std::lock_guard<std::mutex> turn(mutex);
+  Engine* const current = next.get();
   {
-    const std::lock_guard<std::mutex> lock(engine_mutex);
-    engine.swap(old);
+    const std::unique_lock<std::shared_mutex> lock(engine_mutex);
+    engine.swap(next);
   }
-  if (old && follows) old->is_followed();
+  if (next && current) next->is_followed();
+  next.reset();  // the old engine, whose receives would take the notices for the current one
 }
 
 std::string engine_failure() {
-  const auto current = current_engine();
-  return current ? current->failure() : "";
+  const std::shared_lock<std::shared_mutex> lock(engine_mutex);
+  return engine ? engine->failure() : "";
 }
 
 }  // namespace cgx

@@ -4,7 +4,7 @@
 #include <mutex>
 #include <utility>
 
-#include "handlers/checks.h"
+#include "handlers/bind.h"
 
 namespace cgx {
 namespace {
@@ -19,9 +19,8 @@ std::shared_ptr<const Listener> the_listener() {
   return current;
 }
 
-ffi::Error report(Numbers steps, Numbers ranks, Numbers table, ffi::ResultBuffer<ffi::S32> told,
-                  std::string_view text) {
-  const std::string call = "report";
+ffi::Error report(const char* call, Numbers steps, Numbers ranks, Numbers table,
+                  ffi::Result<Numbers> told, std::string_view text) {
   const int64_t batch = static_cast<int64_t>(steps.element_count());
   CGX_TRY(check_batch(call, batch));
   CGX_TRY(check_count(call, "ranks", ranks, batch));
@@ -33,14 +32,13 @@ ffi::Error report(Numbers steps, Numbers ranks, Numbers table, ffi::ResultBuffer
                              std::to_string(batch));
   }
   const std::shared_ptr<const Listener> listener = the_listener();
-  if (!listener) return ffi::Error(ffi::ErrorCode::kInternal, call + ": nobody listens");
+  if (!listener)
+    return ffi::Error(ffi::ErrorCode::kInternal, std::string(call) + ": nobody listens");
   *told->typed_data() = 0;
-  return no_throw("report", [&] {
-    std::string failure = (*listener)(
-        {text, steps.typed_data(), ranks.typed_data(), table.typed_data(), batch, size});
-    if (failure.empty()) return ffi::Error::Success();
-    return ffi::Error(ffi::ErrorCode::kInternal, std::move(failure));
-  });
+  std::string failure =
+      (*listener)({text, steps.typed_data(), ranks.typed_data(), table.typed_data(), batch, size});
+  if (failure.empty()) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInternal, std::move(failure));
 }
 
 }  // namespace
@@ -52,14 +50,7 @@ void set_listener(Listener listener) {
 }
 
 XLA_FFI_Error* report_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = ffi::Ffi::Bind()
-                                  .Arg<Numbers>()
-                                  .Arg<Numbers>()
-                                  .Arg<Numbers>()
-                                  .Ret<Numbers>()
-                                  .Attr<std::string_view>("text")
-                                  .To(report);
-  return handler->Call(frame);
+  return named_call<report>(frame, "report", "text");
 }
 
 }  // namespace cgx
