@@ -453,6 +453,7 @@ void set_engine(std::unique_ptr<Engine> next) {
   }
   if (next && current) next->is_followed();
   next.reset();  // the old engine, whose receives would take the notices for the current one
+  if (current) current->listen();
 }
 
 std::string engine_failure() {

@@ -127,6 +127,11 @@ Engine::~Engine() {
   for (Active& active : lost_) active.call.release();  // its memory stays: see lost_
 }
 
+void Engine::listen() {
+  notices_->listen();
+  listens_ = true;
+}
+
 void Engine::submit(std::string name, std::vector<int32_t> peers, Start start, Done done,
                     int64_t lane) {
   {
@@ -227,7 +232,7 @@ bool Engine::move(std::list<Active>::iterator active) {
 }
 
 void Engine::hear() {
-  if (active_.empty() || now() < hear_at_) return;
+  if (!listens_ || active_.empty() || now() < hear_at_) return;
   hear_at_ = now() + kHearSeconds;
   if (notices_->poll()) {
     for (int64_t r = 0; r < settings_.ranks; ++r) {

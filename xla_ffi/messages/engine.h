@@ -13,7 +13,6 @@
 #include <condition_variable>
 #include <functional>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -55,7 +54,10 @@ class Engine {
   // rank leaves, unless another engine follows on the same ports.
   ~Engine();
 
+  // Another engine follows on the same ports.
   void is_followed() { followed_ = true; }
+  // From now on, hears what other ranks tell. Any earlier engine on the same ports must be gone.
+  void listen();
 
   // `name` identifies the call in errors; `peers` are the ranks of the group. Calls of one lane run
   // one after the other. A call that has a lane (0 or more) may be one that nobody waits for, so it
@@ -111,7 +113,7 @@ class Engine {
   std::list<Request> requests_;
   std::string failure_;
   bool stop_ = false;
-  std::atomic<bool> followed_{false};
+  std::atomic<bool> followed_{false}, listens_{false};
   std::thread thread_;
 };
 

@@ -17,11 +17,7 @@ Notices::Notices(std::unique_ptr<Port> incoming, std::unique_ptr<Port> outgoing,
       rank_(rank),
       tag_(tag),
       heard_(ranks) {
-  for (int64_t r = 0; r < ranks; ++r) {
-    received_.push_back(std::make_unique<Notice>());
-    // Errors are ignored: a rank that cannot be reached shows up in the calls.
-    if (r != rank) incoming_->receive(r, tag, received_[r].get(), sizeof(Notice), r);
-  }
+  for (int64_t r = 0; r < ranks; ++r) received_.push_back(std::make_unique<Notice>());
 }
 
 Notices::~Notices() {
@@ -34,6 +30,13 @@ Notices::~Notices() {
   }
   if (leaving_ > 0) sent_.release();  // a message may still read it
   incoming_->cancel();
+}
+
+void Notices::listen() {
+  for (int64_t r = 0; r < static_cast<int64_t>(received_.size()); ++r) {
+    // Errors are ignored: a rank that cannot be reached shows up in the calls.
+    if (r != rank_) incoming_->receive(r, tag_, received_[r].get(), sizeof(Notice), r);
+  }
 }
 
 void Notices::send(Kind kind, const std::string& text) {

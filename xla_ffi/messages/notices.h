@@ -23,6 +23,8 @@ class Notices {
   // Waits a moment until sent messages have left.
   ~Notices();
 
+  // Posts receives for the notices of the others. Must come before poll().
+  void listen();
   void send(Kind kind, const std::string& text);
   // Returns whether another notice has arrived.
   bool poll();

@@ -120,6 +120,7 @@ void notices(Random& random, const Manners& manners) {
     return std::make_unique<HostilePort>(Random(random.bits(), number), manners, ranks);
   };
   cgx::Notices all(port(1), port(2), ranks, random.below(ranks), 7);
+  all.listen();
   for (int64_t k = random.below(20); k > 0; --k) {
     all.poll();
     const int64_t rank = random.below(ranks);

@@ -3,6 +3,8 @@
 // it is finished, and also where nobody started it.
 #include "handlers/mpi.h"
 
+#include <atomic>
+#include <utility>
 #include <vector>
 
 #include "cases.h"
@@ -128,12 +130,44 @@ void started(int64_t leaves) {
   }
 }
 
+// Counts the receives of notices that wait.
+class CountedPort : public SilentPort {
+ public:
+  static inline std::atomic<int> waiting{0}, most{0};
+  std::string receive(int64_t, int, void*, int64_t, int64_t) override {
+    ++own_;
+    most = std::max<int>(most, ++waiting);
+    return "";
+  }
+  void cancel() override { waiting -= std::exchange(own_, 0); }
+
+ private:
+  int own_ = 0;
+};
+class CountedPorts : public cgx::PortFactory {
+ public:
+  std::unique_ptr<cgx::Port> port(std::vector<int32_t>) const override {
+    return std::make_unique<CountedPort>();
+  }
+};
+
+cgx::EngineSettings settings() { return {kRanks, 0, kLargestTag, {64, 2}, 60, 1}; }
+
+// A notice for the next engine must not meet a receive of the one before it.
+void engines_hear_one_after_the_other() {
+  for (int i = 0; i < 3; ++i) {
+    cgx::set_engine(std::make_unique<cgx::Engine>(std::make_unique<CountedPorts>(), settings()));
+    check(CountedPort::waiting == kRanks - 1, "an engine listens to every other rank");
+  }
+  cgx::set_engine(nullptr);
+  check(CountedPort::waiting == 0 && CountedPort::most == kRanks - 1, "one engine at a time");
+}
+
 }  // namespace
 
 int main() {
-  cgx::set_engine(
-      std::make_unique<cgx::Engine>(std::make_unique<SilentPorts>(),
-                                    cgx::EngineSettings{kRanks, 0, kLargestTag, {64, 2}, 60, 1}));
+  engines_hear_one_after_the_other();
+  cgx::set_engine(std::make_unique<cgx::Engine>(std::make_unique<SilentPorts>(), settings()));
   for (const Case& c : kCases) {
     const int32_t position = 0;
     const std::vector<uint8_t> in(10, 1);

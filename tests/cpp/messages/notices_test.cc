@@ -16,6 +16,7 @@ std::vector<std::unique_ptr<Notices>> everyone(Network& network, int64_t ranks) 
   for (int64_t r = 0; r < ranks; ++r) {
     all.push_back(std::make_unique<Notices>(std::make_unique<FakePort>(network, r),
                                             std::make_unique<FakePort>(network, r), ranks, r, 9));
+    all.back()->listen();
   }
   return all;
 }
