@@ -8,7 +8,6 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
-#include "cpu/scratch.h"
 #include "cpu/select.h"
 #include "cpu/worker_pool.h"
 #include "format/layout.h"

@@ -42,8 +42,7 @@ message(STATUS "cgx_jax: CUDA kernels by nvcc ${CMAKE_CUDA_COMPILER_VERSION} for
 # nvcc sees no XLA header. It contracts nothing, so that the bytes equal the CPU's.
 add_library(cgx_cuda STATIC xla_ffi/cuda/codec.cc xla_ffi/cuda/codes.cu xla_ffi/cuda/kernels.cu
                             xla_ffi/cuda/peer.cu xla_ffi/cuda/peer_tables.cc xla_ffi/cuda/select.cu
-                            xla_ffi/nccl/fused.cc xla_ffi/nccl/generations.cc
-                            xla_ffi/nccl/lane.cc xla_ffi/nccl/library.cc xla_ffi/nccl/peer.cc
+                            xla_ffi/nccl/fused.cc xla_ffi/nccl/lane.cc xla_ffi/nccl/library.cc xla_ffi/nccl/peer.cc
                             xla_ffi/nccl/shared_memory.cc)
 target_include_directories(cgx_cuda SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(cgx_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false --threads=0>)

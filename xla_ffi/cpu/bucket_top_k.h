@@ -4,6 +4,7 @@
 #define CGX_CPU_BUCKET_TOP_K_H_
 
 #include "cpu/masks.h"
+#include "format/codes.h"
 
 namespace cgx {
 inline namespace CGX_ISA {

@@ -28,6 +28,7 @@ extern const KernelTable kTable;
 
 namespace {
 
+// Best first. Null ends the list.
 struct Available {
   const KernelTable* tables[4] = {};
   Available() {
@@ -50,20 +51,18 @@ struct Available {
   }
 };
 
-const Available& available() {
-  static const Available instance;
-  return instance;
-}
-
 std::atomic<const KernelTable*> chosen{nullptr};
 
 }  // namespace
 
-const KernelTable* const* available_kernels() { return available().tables; }
+const KernelTable* const* available_kernels() {
+  static const Available available;
+  return available.tables;
+}
 
 const KernelTable& current_kernels() {
   const KernelTable* table = chosen.load(std::memory_order_relaxed);
-  return table ? *table : *available().tables[0];
+  return table ? *table : **available_kernels();
 }
 
 bool select_kernels(const char* isa) {
@@ -84,14 +83,17 @@ void zero_tails(const Layout& layout, uint8_t* payload) {
 }
 
 #if defined(__x86_64__)
-ScopedArithmetic::ScopedArithmetic(bool subnormals) : saved_(__builtin_ia32_stmxcsr()) {
-  __builtin_ia32_ldmxcsr(subnormals ? 0x1f80 : 0x9fc0);  // with flush-to-zero, denormals-are-zeros
+ScopedArithmetic::ScopedArithmetic(Subnormals subnormals) : saved_(__builtin_ia32_stmxcsr()) {
+  // The second with flush-to-zero and denormals-are-zeros.
+  __builtin_ia32_ldmxcsr(subnormals == Subnormals::kKept ? 0x1f80 : 0x9fc0);
 }
 ScopedArithmetic::~ScopedArithmetic() { __builtin_ia32_ldmxcsr(static_cast<unsigned>(saved_)); }
 #else
-ScopedArithmetic::ScopedArithmetic(bool subnormals) {
+ScopedArithmetic::ScopedArithmetic(Subnormals subnormals) {
   __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
-  __asm__ volatile("msr fpcr, %0" : : "r"(subnormals ? uint64_t{0} : uint64_t{1} << 24));
+  __asm__ volatile("msr fpcr, %0"
+                   :
+                   : "r"(subnormals == Subnormals::kKept ? uint64_t{0} : uint64_t{1} << 24));
 }
 ScopedArithmetic::~ScopedArithmetic() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
 #endif

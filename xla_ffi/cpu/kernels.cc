@@ -6,7 +6,6 @@
 
 #include "cpu/buckets.h"
 #include "cpu/rotate.h"
-#include "cpu/segments.h"
 #include "cpu/staged.h"
 #include "format/runs.h"
 
@@ -170,24 +169,10 @@ struct AccumulateRotated {
 
 template <typename Op, typename Call>
 void run_bits(const Call& call, const Run& run) {
-  switch (run.slot.bits) {
-    case 1:
-      return Op::template run<1>(call, run);
-    case 2:
-      return Op::template run<2>(call, run);
-    case 3:
-      return Op::template run<3>(call, run);
-    case 4:
-      return Op::template run<4>(call, run);
-    case 5:
-      return Op::template run<5>(call, run);
-    case 6:
-      return Op::template run<6>(call, run);
-    case 7:
-      return Op::template run<7>(call, run);
-    default:
-      return Op::template run<8>(call, run);
-  }
+  static constexpr void (*kRun[kMaxBits])(const Call&, const Run&) = {
+      Op::template run<1>, Op::template run<2>, Op::template run<3>, Op::template run<4>,
+      Op::template run<5>, Op::template run<6>, Op::template run<7>, Op::template run<8>};
+  kRun[run.slot.bits - 1](call, run);
 }
 
 template <template <typename> class Op, typename Call>

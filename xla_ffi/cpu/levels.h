@@ -4,6 +4,7 @@
 #define CGX_CPU_LEVELS_H_
 
 #include "cpu/masks.h"
+#include "format/codes.h"
 #include "format/levels.h"
 
 namespace cgx {

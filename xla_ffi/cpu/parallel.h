@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <vector>
 
 #include "cpu/kernels.h"
 
@@ -23,6 +24,22 @@ template <typename Pool>
 int64_t workers(const Pool& pool, int64_t tasks) {
   return std::max<int64_t>(1, std::min<int64_t>(tasks, pool.num_threads()));
 }
+
+// Room for `values` values for each of `workers`. Each worker's room starts at a cache line.
+class Scratch {
+ public:
+  Scratch(int64_t workers, int64_t values)
+      : stride_((values + kLine - 1) / kLine * kLine), values_(workers * stride_ + kLine) {}
+  float* of(int64_t worker) {
+    const auto start = reinterpret_cast<uintptr_t>(values_.data()) / sizeof(float);
+    return values_.data() + (kLine - start % kLine) % kLine + worker * stride_;
+  }
+
+ private:
+  static constexpr int64_t kLine = 16;  // values
+  int64_t stride_;
+  std::vector<float> values_;
+};
 
 // Calls f(task, worker) once for each task in [0, tasks), with worker in [0, workers(pool, tasks)).
 // If tasks throw, it throws the first exception, after all tasks are over.
@@ -45,7 +62,7 @@ void parallel_for(Pool& pool, int64_t tasks, F&& f) {
     int64_t worker = -1, finished = 0;
     for (int64_t task; (task = state->next.fetch_add(1)) < tasks; ++finished) {
       if (worker < 0) worker = state->workers.fetch_add(1);
-      const ScopedIeee ieee;
+      const ScopedArithmetic ieee(Subnormals::kKept);
       try {
         f(task, worker);
       } catch (...) {

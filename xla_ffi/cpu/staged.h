@@ -4,15 +4,160 @@
 #ifndef CGX_CPU_STAGED_H_
 #define CGX_CPU_STAGED_H_
 
-#include "cpu/clipped.h"
+#include <string.h>
+
+#include "cpu/buckets.h"
 #include "cpu/rotate.h"
-#include "cpu/segments.h"
 #include "cpu/units.h"
 #include "format/runs.h"
 
 namespace cgx {
 inline namespace CGX_ISA {
 namespace {
+
+// --- the zero segments of a bucket
+
+CGX_HD bool is_zero(float x) { return bit_cast<uint32_t>(x) << 1 == 0; }
+CGX_HD bool is_zero(uint16_t x) { return (uint16_t)(x << 1) == 0; }
+
+// Whether a segment can be zero: whether the last value is, or one at a multiple of a kMaskBits-th
+// of the bucket. A segment that ends before the bucket has such a value, because none is shorter.
+template <typename Item>
+CGX_HD bool may_have_zeros(const Item* x, int64_t n, int64_t bucket_size) {
+  if (is_zero(x[n - 1])) return true;
+  if (n == kUsualValues && bucket_size == kUsualValues) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kMaskBits; ++i) {
+      if (is_zero(x[i * (kUsualValues / kMaskBits)])) return true;
+    }
+    return false;
+  }
+  for (int64_t i = 0; i < n; i += bucket_size / kMaskBits) {
+    if (is_zero(x[i])) return true;
+  }
+  return false;
+}
+
+// The mask of bucket `k`, whose values begin at x.
+template <typename Item>
+__attribute__((noinline)) uint32_t scan_segments(const Item* x, const Slot& slot, int64_t k) {
+  const int64_t n = slot.bucket_values(k);
+  const MaskSegments segments(slot, k);
+  uint32_t mask = 0;
+  for (int j = 0; segments.begin(j) < n; ++j) {
+    int64_t i = segments.begin(j);
+    const int64_t end = segments.end(j, n);
+    while (i < end && is_zero(x[i])) ++i;
+    mask |= (uint32_t)(i == end) << j;
+  }
+  return mask;
+}
+
+template <typename Item>
+CGX_HD uint32_t zero_segments(const Item* x, const Slot& slot, int64_t k) {
+  if (!may_have_zeros(x, slot.bucket_values(k), slot.bucket_size)) return 0;
+  return scan_segments(x, slot, k);
+}
+
+CGX_HD uint32_t mask_of(const uint8_t* record) { return load<Header>(record).mask(); }
+
+// Sets the masked values of bucket `k` to 0.
+template <typename Item>
+CGX_HD void clear_segments(Item* x, const Slot& slot, int64_t k, uint32_t mask) {
+  if (mask == 0) return;
+  const MaskSegments segments(slot, k);
+  const int64_t n = slot.bucket_values(k);
+  for (int j = 0; j < kMaskBits && segments.begin(j) < n; ++j) {
+    if (mask >> j & 1u) {
+      memset(x + segments.begin(j), 0, (segments.end(j, n) - segments.begin(j)) * sizeof(Item));
+    }
+  }
+}
+
+// --- clipped codes of a bucket of the default size, for processors that narrow with saturation
+
+#if defined(__x86_64__)
+// Whether scaled levels fit an int32. From two bits on, a clipped range is a good part of the root
+// mean square. At one bit it may be far smaller.
+constexpr bool saturates(int bits) { return bits > 1; }
+
+// The lanes of four vectors as bytes, saturated to [0, 255]. byte_order() restores their order.
+CGX_HD U32 saturated_bytes(const I32 (&x)[4]) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_packus_epi16(_mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]),
+                                  _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]));
+#elif defined(__AVX2__)
+  return (U32)_mm256_packus_epi16(_mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]),
+                                  _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
+#else
+  return (U32)_mm_packus_epi16(_mm_packs_epi32((__m128i)x[0], (__m128i)x[1]),
+                               _mm_packs_epi32((__m128i)x[2], (__m128i)x[3]));
+#endif
+}
+CGX_HD U32 byte_order(U32 bytes) {
+  constexpr uint32_t kParts = kLanes / 4;  // of 128 bits, each with four bytes of every vector
+  const U32 lane = lane_index();
+  return __builtin_shuffle(bytes, (I32)(lane % kParts * 4u + lane / kParts));
+}
+
+// x * scale + scale / 2 with one rounding; `scale` is a power of two.
+CGX_HD F32 scaled_level(F32 x, float scale) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(scale), _mm512_set1_ps(scale / 2));
+#elif defined(__FMA__)
+  return (F32)_mm256_fmadd_ps((__m256)x, _mm256_set1_ps(scale), _mm256_set1_ps(scale / 2));
+#else
+  return x * scale + scale / 2;
+#endif
+}
+
+// Writes the same planes as encode_bucket. A level is scaled so that its code is the upper bits of
+// a byte, and narrowing to a byte clips it. Each row is a vector of bytes, from which the planes
+// take their bits.
+template <int kBits>
+__attribute__((noinline)) void encode_clipped(const float* x, Meta meta, Ahead ahead,
+                                              uint8_t* planes) {
+  constexpr int64_t kWidth = 4 * kLanes, kBytes = kWidth * sizeof(*x);
+  constexpr int64_t kFarBytes = kBytes * far_quarters(Coding::kClipped) / 4, kPair = 2 * kLine;
+  const float inverse = inverse_unit(meta);
+  ahead.far += kUsualValues * sizeof(*x) - kUsualColumns / kWidth * kRows * kFarBytes;
+#pragma GCC unroll 1
+  for (int64_t column = 0; column < kUsualColumns; column += kWidth) {
+    U32 plane[kBits] = {};
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      prefetch_l1<kBytes>(ahead.near + r * kBytes);
+      if (r * kFarBytes % kPair == 0) prefetch_l2<kPair>(ahead.far + r * kFarBytes);
+      __asm__ volatile("" ::: "memory");  // keeps the compiler from moving all prefetches up
+      I32 level[4];
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        const F32 value = load<F32>(x + r * kUsualColumns + column + v * kLanes);
+        const F32 scaled = scaled_level((value - meta.lo) * inverse, 1 << (8 - kBits));
+        level[v] = (I32)Lanes<F32>::truncate(scaled);
+      }
+      const U32 code = saturated_bytes(level);
+#pragma GCC unroll 8
+      for (int j = 0; j < kBits; ++j) {
+        const int first = r * kBits - 8 * j, last = first + kBits;
+        if (last <= 0 || first >= 8) continue;
+        const uint32_t mask = (1u << (last < 8 ? last : 8)) - (1u << (first > 0 ? first : 0));
+        const U32 bits = last < 8 ? code >> (8 - last) : code << (last - 8);
+        plane[j] |= bits & (mask * 0x01010101u);
+      }
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < kBits; ++j)
+      store(planes + j * kUsualColumns + column, byte_order(plane[j]));
+    ahead.near += kRows * kBytes;
+    ahead.far += kRows * kFarBytes;
+  }
+}
+#else
+constexpr bool saturates(int) { return false; }
+#endif
+
+// --- any codes
 
 // The record of a rotated bucket, in which every place of every column holds a code.
 CGX_HD Record filled(Record record) { return {kRows * record.columns(), record.bits}; }

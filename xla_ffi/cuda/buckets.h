@@ -12,8 +12,8 @@
 #ifndef CGX_CUDA_BUCKETS_H_
 #define CGX_CUDA_BUCKETS_H_
 
+#include "cuda/factors.h"
 #include "cuda/rotate.h"
-#include "cuda/segments.h"
 #include "cuda/tiles.h"
 
 namespace cgx {

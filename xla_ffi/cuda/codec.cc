@@ -100,48 +100,57 @@ class Tables {
   cudaError_t error_ = cudaSuccess;
 };
 
-// Calls f(run, offset in the chunk's row) for the records in the ranges, and tail(chunk) after each
-// chunk that lies in one of the ranges.
-template <typename F, typename Tail>
-void for_each_chunk(const Layout& layout, const std::vector<Range>& ranges, F f, Tail tail) {
+// The leaves of a call, and where the records of their buckets lie.
+struct Leaves {
+  const Layout& layout;
+  const void* const* in;  // null: none
+  void* const* out;       // null: none
+  const DType* dtype;
+  const LeafUnits* units;
+  bool in_rows;  // records lie in rows of a payload, one per chunk, not all in one row
+  uint8_t* cleared = nullptr;  // the rows whose ends are cleared; null: none
+};
+
+// Launches tables of the records in the ranges. With `cleared`, also clears the bytes past the end
+// of each chunk that lies in one of the ranges.
+template <typename Launch>
+cudaError_t launch_tables(const Leaves& leaves, const std::vector<Range>& ranges, Launch launch) {
+  const Layout& layout = leaves.layout;
+  Tables tables(leaves.units, launch);
   for (const Range& range : ranges) {
     for (int64_t chunk = 0; chunk < layout.world; ++chunk) {
       const int64_t begin = layout.begin[chunk], end = layout.begin[chunk + 1];
       const int64_t first = std::max(range.from, begin), last = std::min(range.to, end);
+      const int64_t row = leaves.in_rows ? chunk * layout.chunk_bytes : 0;
       if (first < last) {
         for_each_run(layout, first, last, [&](const Run& run) {
-          f(run, run.offset - chunk * layout.chunk_bytes + range.shift);
+          tables.add(run, leaves.in ? leaves.in[run.leaf] : nullptr,
+                     leaves.out ? leaves.out[run.leaf] : nullptr, leaves.dtype[run.leaf],
+                     row + run.offset - chunk * layout.chunk_bytes + range.shift);
         });
       }
-      if (range.from <= begin && end <= range.to) tail(chunk);
+      if (leaves.cleared && range.from <= begin && end <= range.to) {
+        const int64_t used = layout.chunk_size(chunk);
+        tables.clear(leaves.cleared + row + used, layout.chunk_bytes - used, chunk);
+      }
     }
   }
+  return tables.finish();
 }
 
 }  // namespace
 
 cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cudaStream_t stream) {
-  const Layout& layout = call.layout;
   const EncodeArgs args{call.payload, call.key, call.key_step, call.rank,
-                        static_cast<int32_t>(layout.world)};
-  Tables tables(call.units, [&](const Table& table, TableOptions options, int32_t) {
+                        static_cast<int32_t>(call.layout.world)};
+  const Leaves leaves{call.layout,         call.leaves.data,
+                      call.residuals.data, call.leaves.dtype,
+                      call.units,
+                      /*in_rows=*/true,    call.tails ? call.payload : nullptr};
+  return launch_tables(leaves, ranges, [&](const Table& table, TableOptions options, int32_t) {
     options.residual = call.residuals.data != nullptr;
     return launch_encode(table, args, options, table.units, stream);
   });
-  for_each_chunk(
-      layout, ranges,
-      [&](const Run& run, int64_t offset) {
-        void* const residual = call.residuals.data ? call.residuals.data[run.leaf] : nullptr;
-        tables.add(run, call.leaves.data[run.leaf], residual, call.leaves.dtype[run.leaf],
-                   run.chunk * layout.chunk_bytes + offset);
-      },
-      [&](int64_t chunk) {
-        if (!call.tails) return;
-        const int64_t used = layout.chunk_size(chunk);
-        tables.clear(call.payload + chunk * layout.chunk_bytes + used, layout.chunk_bytes - used,
-                     chunk);
-      });
-  return tables.finish();
 }
 
 cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cudaStream_t stream) {
@@ -149,54 +158,37 @@ cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cud
   const ReduceArgs args{
       call.payload, call.chunk, layout.chunk_bytes, static_cast<int32_t>(layout.world),
       call.key,     call.rank,  call.divisor};
-  Tables tables(call.units, [&](const Table& table, TableOptions options, int32_t most) {
+  const Leaves leaves{layout,
+                      call.leaves.data,
+                      call.residuals.data,
+                      call.leaves.dtype,
+                      call.units,
+                      /*in_rows=*/false,
+                      call.tails ? call.chunk : nullptr};
+  return launch_tables(leaves, ranges, [&](const Table& table, TableOptions options, int32_t most) {
     options.residual = call.residuals.data != nullptr;
     return launch_reduce(table, args, options, most, stream);
   });
-  for_each_chunk(
-      layout, ranges,
-      [&](const Run& run, int64_t offset) {
-        void* const residual = call.residuals.data ? call.residuals.data[run.leaf] : nullptr;
-        tables.add(run, call.leaves.data[run.leaf], residual, call.leaves.dtype[run.leaf], offset);
-      },
-      [&](int64_t chunk) {
-        if (!call.tails) return;
-        const int64_t used = layout.chunk_size(chunk);
-        tables.clear(call.chunk + used, layout.chunk_bytes - used, chunk);
-      });
-  return tables.finish();
 }
 
 cudaError_t decode(const CudaDecode& call, const std::vector<Range>& ranges, cudaStream_t stream) {
   const DecodeArgs args{call.payload};
-  Tables tables(call.units, [&](const Table& table, TableOptions options, int32_t) {
+  const Leaves leaves{call.layout,       nullptr,    call.leaves.data,
+                      call.leaves.dtype, call.units, /*in_rows=*/true};
+  return launch_tables(leaves, ranges, [&](const Table& table, TableOptions options, int32_t) {
     return launch_decode(table, args, options, table.units, stream);
   });
-  for_each_chunk(
-      call.layout, ranges,
-      [&](const Run& run, int64_t offset) {
-        tables.add(run, nullptr, call.leaves.data[run.leaf], call.leaves.dtype[run.leaf],
-                   run.chunk * call.layout.chunk_bytes + offset);
-      },
-      [](int64_t) {});
-  return tables.finish();
 }
 
 cudaError_t accumulate(const CudaAccumulate& call, const std::vector<Range>& ranges,
                        cudaStream_t stream) {
   const AccumulateArgs args{call.payload, call.layout.chunk_bytes, static_cast<int32_t>(call.peers),
                             call.rank, call.divisor};
-  Tables tables(nullptr, [&](const Table& table, TableOptions, int32_t) {
+  const Leaves leaves{call.layout,       call.leaves.data, call.sums.data,
+                      call.leaves.dtype, nullptr,          /*in_rows=*/false};
+  return launch_tables(leaves, ranges, [&](const Table& table, TableOptions, int32_t) {
     return launch_accumulate(table, args, call.leaves.data == nullptr, table.units, stream);
   });
-  for_each_chunk(
-      call.layout, ranges,
-      [&](const Run& run, int64_t offset) {
-        tables.add(run, call.leaves.data ? call.leaves.data[run.leaf] : nullptr,
-                   call.sums.data[run.leaf], call.leaves.dtype[run.leaf], offset);
-      },
-      [](int64_t) {});
-  return tables.finish();
 }
 
 }  // namespace cgx

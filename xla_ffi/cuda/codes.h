@@ -1,4 +1,4 @@
-// The codes of cpu/codes.h for arrays in device memory: calls put kernels on a stream. Only fp32
+// The codes of cpu/kernels.h for arrays in device memory: calls put kernels on a stream. Only fp32
 // values.
 #ifndef CGX_CUDA_CODES_H_
 #define CGX_CUDA_CODES_H_

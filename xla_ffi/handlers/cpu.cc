@@ -7,7 +7,6 @@
 #include "cpu/nonfinite.h"
 #include "cpu/pages.h"
 #include "cpu/parallel.h"
-#include "cpu/scratch.h"
 #include "cpu/select.h"
 #include "handlers/code_calls.h"
 #include "handlers/codec_calls.h"

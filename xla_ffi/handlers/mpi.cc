@@ -138,7 +138,7 @@ ffi::Error stopped(const std::string& call) {
 // Settles a promise. XLA may continue the program on this thread, which must then do arithmetic as
 // XLA's own threads do.
 void settle(ffi::Promise& promise, const std::string& error) {
-  const ScopedXla arithmetic;
+  const ScopedArithmetic arithmetic(Subnormals::kZeros);
   if (error.empty()) {
     promise.SetAvailable();
   } else {

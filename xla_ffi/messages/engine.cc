@@ -106,12 +106,12 @@ class Engine::Finisher {
   bool stop_ = false;
 };
 
-Engine::Engine(std::unique_ptr<PortFactory> ports, const EngineSettings& settings)
+Engine::Engine(PortFactory ports, const EngineSettings& settings)
     : ports_(std::move(ports)),
       settings_(settings),
       workers_(settings.threads),
-      notices_(std::make_unique<Notices>(ports_->port(all_of(settings.ranks)),
-                                         ports_->port(all_of(settings.ranks)), settings.ranks,
+      notices_(std::make_unique<Notices>(ports_(all_of(settings.ranks)),
+                                         ports_(all_of(settings.ranks)), settings.ranks,
                                          settings.rank, static_cast<int>(settings.largest_tag))),
       left_at_(settings.ranks),
       finisher_(std::make_unique<Finisher>()),
@@ -191,11 +191,8 @@ void Engine::accept(std::list<Request> requests) {
       continue;
     }
     try {
-      std::vector<int32_t> peers = request.peers;
-      auto call = request.start(
-          {settings_.calls, ports_->port(std::move(request.peers)), workers_, buffers_});
-      active_.push_back({request.name, std::move(peers), std::move(call), std::move(request.done),
-                         request.lane, now()});
+      auto call = request.start({settings_.calls, ports_(request.peers), workers_, buffers_});
+      active_.push_back({std::move(request), std::move(call), now()});
     } catch (const std::bad_alloc&) {
       const std::string error = request.name + ": out of memory";
       finisher_->report(std::move(request.done), error);

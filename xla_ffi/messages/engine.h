@@ -49,7 +49,7 @@ class Engine {
   // Receives what went wrong; empty if nothing did. It may keep the thread that it is called on.
   using Done = std::function<void(const std::string& error)>;
 
-  Engine(std::unique_ptr<PortFactory> ports, const EngineSettings& settings);
+  Engine(PortFactory ports, const EngineSettings& settings);
   // Gives calls in flight a moment to end; after that they fail. Tells the other ranks that this
   // rank leaves, unless another engine follows on the same ports.
   ~Engine();
@@ -69,20 +69,16 @@ class Engine {
   std::string failure() const;
 
  private:
-  struct Active {
-    std::string name;
-    std::vector<int32_t> peers;
-    std::unique_ptr<Call> call;
-    Done done;
-    int64_t lane;
-    double moved_at;
-  };
   struct Request {
     std::string name;
     std::vector<int32_t> peers;
     Start start;
     Done done;
     int64_t lane;
+  };
+  struct Active : Request {
+    std::unique_ptr<Call> call;
+    double moved_at;
   };
   class Finisher;
 
@@ -96,7 +92,7 @@ class Engine {
   void hear();
   void fail(const std::string& error, Notices::Kind tells = Notices::kFailed);
 
-  const std::unique_ptr<PortFactory> ports_;
+  const PortFactory ports_;
   const EngineSettings settings_;
   WorkerPool workers_;
   BufferPool buffers_;

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 
-#include "cpu/parallel.h"
-
 namespace cgx {
 namespace {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "cpu/scratch.h"
+#include "cpu/parallel.h"
 #include "cpu/worker_pool.h"
 #include "format/layout.h"
 #include "format/leaves.h"

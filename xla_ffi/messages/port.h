@@ -1,10 +1,11 @@
 // What the engine needs of a transport, such as MPI or a test's stand-in: one file that implements
-// these two classes.
+// these two types.
 #ifndef CGX_MESSAGES_PORT_H_
 #define CGX_MESSAGES_PORT_H_
 
 #include <stdint.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,12 +27,8 @@ class Port {
   virtual void cancel() = 0;
 };
 
-class PortFactory {
- public:
-  virtual ~PortFactory() = default;
-  // `peers[r]` is the transport's rank of the group's rank r.
-  virtual std::unique_ptr<Port> port(std::vector<int32_t> peers) const = 0;
-};
+// Makes a port; `peers[r]` is the transport's rank of the group's rank r.
+using PortFactory = std::function<std::unique_ptr<Port>(std::vector<int32_t> peers)>;
 
 }  // namespace cgx
 

@@ -3,27 +3,15 @@
 #include <random>
 
 namespace cgx {
-namespace {
 
-constexpr int64_t kLine = 64;
-
-int64_t lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
-
-}  // namespace
-
-int64_t StartedCall::bytes(const std::vector<int64_t>& sizes) {
+StartedCall::StartedCall(BufferPool& pool, const std::vector<int64_t>& sizes) {
+  constexpr int64_t kLine = 64;
   int64_t total = 0;
-  for (const int64_t size : sizes) total += lines(size);
-  return total;
-}
-
-StartedCall::StartedCall(BufferPool::Buffer memory, const std::vector<int64_t>& sizes)
-    : memory(std::move(memory)) {
-  int64_t start = 0;
   for (const int64_t size : sizes) {
-    starts_.push_back(start);
-    start += lines(size);
+    starts_.push_back(total);
+    total += (size + kLine - 1) / kLine * kLine;
   }
+  memory = pool.take(total);
 }
 
 void StartedCall::when_over(Then then) {
@@ -56,7 +44,7 @@ uint64_t StartedCalls::new_ticket() {
 
 std::shared_ptr<StartedCall> StartedCalls::make(const std::vector<int64_t>& sizes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto call = std::make_unique<StartedCall>(pool_.take(StartedCall::bytes(sizes)), sizes);
+  auto call = std::make_unique<StartedCall>(pool_, sizes);
   return {call.release(), [this](StartedCall* over) {
             const std::unique_ptr<StartedCall> owned(over);
             const std::lock_guard<std::mutex> again(mutex_);

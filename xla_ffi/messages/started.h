@@ -21,8 +21,7 @@ namespace cgx {
 class StartedCall {
  public:
   // `sizes` are the bytes of arrays, each of which begins at a cache line.
-  StartedCall(BufferPool::Buffer memory, const std::vector<int64_t>& sizes);
-  static int64_t bytes(const std::vector<int64_t>& sizes);
+  StartedCall(BufferPool& pool, const std::vector<int64_t>& sizes);
 
   char* array(size_t i) const { return reinterpret_cast<char*>(memory.data.get()) + starts_[i]; }
 

@@ -16,18 +16,15 @@ Transport::Transport(Port& port, Collective collective, int64_t world, const Lay
       sent_(sent),
       received_(received),
       peers_(world) {
-  for (auto& missing : missing_) missing.assign(segments.count(), 0);
   const bool scatters = has(collective, Phase::kScatter);
   const int64_t count = segments.count();
-  for (int64_t s = 0; s < count; ++s) {
-    for (int64_t p = 0; p < world; ++p) {
-      if (p == rank) continue;
+  for (auto& missing : missing_) missing.assign(count, 0);
+  for (int64_t p = 0; p < world; ++p) {
+    if (p == rank) continue;
+    for (int64_t s = 0; s < count; ++s) {
       missing_[0][s] += scatters && bytes(rank, s) > 0;
       missing_[1][s] += bytes(p, s) > 0;
     }
-  }
-  for (int64_t p = 0; p < world; ++p) {
-    if (p == rank) continue;
     Peer& peer = peers_[p];
     peer.sent.assign(count, !scatters);
     // A phase that is left out counts as complete.

@@ -134,21 +134,7 @@ class MpiPort : public Port {
 };
 
 template <typename Handle>
-class MpiPorts : public PortFactory {
- public:
-  MpiPorts(const Functions<Handle>& functions, const MpiHandles& handles)
-      : functions_(functions), handles_(handles) {}
-  std::unique_ptr<Port> port(std::vector<int32_t> peers) const override {
-    return std::make_unique<MpiPort<Handle>>(functions_, handles_, std::move(peers));
-  }
-
- private:
-  const Functions<Handle> functions_;
-  const MpiHandles handles_;
-};
-
-template <typename Handle>
-std::unique_ptr<PortFactory> bind(void* object, const MpiHandles& handles, std::string* error) {
+PortFactory bind(void* object, const MpiHandles& handles, std::string* error) {
   Functions<Handle> functions;
   const auto find = [&](auto& function, const char* name) {
     void* const address = dlsym(object, name);
@@ -162,12 +148,14 @@ std::unique_ptr<PortFactory> bind(void* object, const MpiHandles& handles, std::
   find(functions.cancel, "MPI_Cancel");
   find(functions.wait, "MPI_Wait");
   if (!error->empty()) return nullptr;
-  return std::make_unique<MpiPorts<Handle>>(functions, handles);
+  return [functions, handles](std::vector<int32_t> peers) {
+    return std::make_unique<MpiPort<Handle>>(functions, handles, std::move(peers));
+  };
 }
 
 }  // namespace
 
-std::unique_ptr<PortFactory> bind_mpi(const MpiHandles& handles, std::string* error) {
+PortFactory bind_mpi(const MpiHandles& handles, std::string* error) {
   // Symbols are looked up in the object and in what it links to. So this is the library that mpi4py
   // calls, whatever other MPI libraries are loaded.
   void* const object = dlopen(handles.module.c_str(), RTLD_NOW | RTLD_NOLOAD);

@@ -5,7 +5,6 @@
 
 #include <stdint.h>
 
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -25,7 +24,7 @@ struct MpiHandles {
 };
 
 // Makes ports on the communicator. Returns null and sets `error` if the library cannot be bound.
-std::unique_ptr<PortFactory> bind_mpi(const MpiHandles& handles, std::string* error);
+PortFactory bind_mpi(const MpiHandles& handles, std::string* error);
 
 // The shared objects of this process that define MPI on their own: more than one cannot work.
 std::vector<std::string> loaded_mpi_libraries();

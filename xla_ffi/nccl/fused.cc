@@ -54,14 +54,19 @@ void CudaFused::encode(int64_t segment) {
   for (int64_t chunk = 0; chunk < rows_.world; ++chunk) {
     if (chunk != spec_.rank) ranges.push_back(range(chunk, segment));
   }
+  encode(ranges, spec_.rank, spec_.collective == Collective::kReduceScatter ? 2 : 0);
+}
+
+// Encodes ranges, but not the chunk of rank `own` (-1: no such chunk).
+void CudaFused::encode(const std::vector<Range>& ranges, int32_t own, int32_t key_step) {
   check(cgx::encode({rows_,
                      spec_.in,
                      spec_.residuals,
                      spec_.keys,
-                     {nullptr, spec_.rank},
+                     {nullptr, own},
                      sent_,
                      /*tails=*/false,
-                     /*key_step=*/spec_.collective == Collective::kReduceScatter ? 2 : 0,
+                     key_step,
                      spec_.units},
                     ranges, stream_));
 }
@@ -83,16 +88,7 @@ void CudaFused::reduce(int64_t segment) {
       break;
     case Collective::kAllGather:
     case Collective::kGatherSum:
-      check(cgx::encode({rows_,
-                         spec_.in,
-                         spec_.residuals,
-                         spec_.keys,
-                         {nullptr, -1},
-                         sent_,
-                         /*tails=*/false,
-                         /*key_step=*/0,
-                         spec_.units},
-                        own, stream_));
+      encode(own, /*own=*/-1, /*key_step=*/0);
   }
 }
 

@@ -83,6 +83,7 @@ class CudaFused {
   static int64_t aligned(int64_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
+  void encode(const std::vector<Range>& ranges, int32_t own, int32_t key_step);
   bool has(Phase phase) const { return cgx::has(spec_.collective, phase); }
   Range range(int64_t chunk, int64_t segment) const;
   uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;

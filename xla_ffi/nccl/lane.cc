@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "cuda/kernels.h"
-#include "nccl/generations.h"
 
 namespace cgx {
 namespace {

@@ -6,9 +6,12 @@
 
 #include <cuda_runtime_api.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include <chrono>
 #include <climits>
+#include <map>
+#include <mutex>
 #include <string>
 #include <thread>
 
@@ -90,6 +93,33 @@ struct NcclLibrary {
            "the same calls in one order; NCCL_DEBUG=INFO shows what NCCL waits for";
   }
 };
+
+// Finds the number of the communicator that lies at `comm` now, which tells apart those that XLA
+// puts at one address, one after the other. XLA replaces a communicator on every rank, but maybe
+// not with an equal address on every rank, so an address is no answer that all ranks agree on.
+// Returns what went wrong, or "".
+//
+// A communicator gets a mark: an operator, which goes with it. NCCL cannot look one up, so this
+// destroys the mark and creates it again. A new communicator gives its first operator the old
+// number. So no two marks may be on one communicator: destroying one would find the other.
+inline std::string generation_of(const NcclLibrary& nccl, NcclComm comm, int64_t* generation) {
+  struct Marked {
+    int mark = 0;
+    int64_t generation = 0;
+  };
+  static std::mutex mutex;
+  static auto* const all = new std::map<NcclComm, Marked>;  // outlives static destructors
+  const std::lock_guard<std::mutex> lock(mutex);
+  Marked& own = (*all)[comm];
+  if (own.generation == 0 || nccl.op_destroy(own.mark, comm) != NcclLibrary::kSuccess) {
+    ++own.generation;
+  }
+  *generation = own.generation;
+  uint8_t one = 1;
+  const int result =
+      nccl.op_create(&own.mark, &one, NcclLibrary::kBytes, NcclLibrary::kHostScalar, comm);
+  return nccl.said("ncclRedOpCreatePreMulSum", result);
+}
 
 // Messages of a communicator that start together. The group ends with its scope at the latest: the
 // thread's later messages would join one that is open, and never start.

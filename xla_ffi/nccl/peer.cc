@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "nccl/generations.h"
 #include "nccl/shared_memory.h"
 
 namespace cgx {

@@ -5,7 +5,6 @@
 #include <stdint.h>
 
 #include <chrono>
-#include <memory>
 #include <string>
 #include <vector>
 

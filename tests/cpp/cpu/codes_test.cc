@@ -1,7 +1,5 @@
 // The codes of one array on exact-size heap buffers. Every instruction set writes the same bytes,
 // on one thread and on several.
-#include "cpu/codes.h"
-
 #include <cmath>
 #include <functional>
 #include <limits>

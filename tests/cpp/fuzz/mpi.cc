@@ -8,27 +8,17 @@
 namespace fuzz {
 namespace {
 
-class HostilePorts : public cgx::PortFactory {
- public:
-  HostilePorts(uint64_t seed, Manners manners, int64_t ranks)
-      : seed_(seed), manners_(manners), ranks_(ranks) {}
-  std::unique_ptr<cgx::Port> port(std::vector<int32_t> peers) const override {
+// The first two ports are those of the notices, which the engine looks at by the clock.
+cgx::PortFactory hostile_ports(uint64_t seed, Manners manners, int64_t ranks) {
+  return [=, made = uint64_t{0}](std::vector<int32_t> peers) mutable -> std::unique_ptr<cgx::Port> {
     for (const int32_t peer : peers) {
-      if (peer < 0 || peer >= ranks_) fail("messages to rank " + std::to_string(peer));
+      if (peer < 0 || peer >= ranks) fail("messages to rank " + std::to_string(peer));
     }
-    if (++ports_ <= 2)
-      return std::make_unique<SilentPort>();  // of the notices, which the engine looks at by the
-                                              // clock
-    return std::make_unique<HostilePort>(Random(seed_, ports_), manners_,
+    if (++made <= 2) return std::make_unique<SilentPort>();
+    return std::make_unique<HostilePort>(Random(seed, made), manners,
                                          static_cast<int64_t>(peers.size()));
-  }
-
- private:
-  const uint64_t seed_;
-  const Manners manners_;
-  const int64_t ranks_;
-  mutable uint64_t ports_ = 0;
-};
+  };
+}
 
 constexpr int64_t kLargestTag = 32767;
 
@@ -111,7 +101,7 @@ void mpi_case(Random& random) {
   const int64_t threads = random.chance(16) ? 2 : 1;
   if (engine) {
     cgx::set_engine(std::make_unique<cgx::Engine>(
-        std::make_unique<HostilePorts>(random.bits(), manners, where.ranks),
+        hostile_ports(random.bits(), manners, where.ranks),
         cgx::EngineSettings{where.ranks,
                             where.rank,
                             kLargestTag,

@@ -144,19 +144,13 @@ class CountedPort : public SilentPort {
  private:
   int own_ = 0;
 };
-class CountedPorts : public cgx::PortFactory {
- public:
-  std::unique_ptr<cgx::Port> port(std::vector<int32_t>) const override {
-    return std::make_unique<CountedPort>();
-  }
-};
 
 cgx::EngineSettings settings() { return {kRanks, 0, kLargestTag, {64, 2}, 60, 1}; }
 
 // A notice for the next engine must not meet a receive of the one before it.
 void engines_hear_one_after_the_other() {
   for (int i = 0; i < 3; ++i) {
-    cgx::set_engine(std::make_unique<cgx::Engine>(std::make_unique<CountedPorts>(), settings()));
+    cgx::set_engine(std::make_unique<cgx::Engine>(port_of<CountedPort>, settings()));
     check(CountedPort::waiting == kRanks - 1, "an engine listens to every other rank");
   }
   cgx::set_engine(nullptr);
@@ -167,7 +161,7 @@ void engines_hear_one_after_the_other() {
 
 int main() {
   engines_hear_one_after_the_other();
-  cgx::set_engine(std::make_unique<cgx::Engine>(std::make_unique<SilentPorts>(), settings()));
+  cgx::set_engine(std::make_unique<cgx::Engine>(port_of<SilentPort>, settings()));
   for (const Case& c : kCases) {
     const int32_t position = 0;
     const std::vector<uint8_t> in(10, 1);

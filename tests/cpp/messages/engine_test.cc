@@ -20,7 +20,7 @@ void reports_without_more_threads() {
   std::atomic<int> done{0};
   std::vector<uint8_t> in(100, 1), out(100);
   {
-    cgx::Engine engine(std::make_unique<SilentPorts>(), alone());
+    cgx::Engine engine(port_of<SilentPort>, alone());
     threads_left = 0;
     for (int i = 0; i < kCalls; ++i) {
       engine.submit(
@@ -44,7 +44,7 @@ void refused_as_a_whole() {
     threads_left = threads;
     bool refused = false;
     try {
-      const cgx::Engine engine(std::make_unique<SilentPorts>(), alone());
+      const cgx::Engine engine(port_of<SilentPort>, alone());
     } catch (const std::system_error&) {
       refused = true;
     }
@@ -84,7 +84,7 @@ void in_lanes() {
   std::atomic<int> begun[4] = {};
   std::atomic<int> done{0};
   {
-    cgx::Engine engine(std::make_unique<SilentPorts>(), alone());
+    cgx::Engine engine(port_of<SilentPort>, alone());
     for (int i = 0; i < 4; ++i) {
       engine.submit(
           "call " + std::to_string(i), {0},

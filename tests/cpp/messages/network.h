@@ -121,12 +121,11 @@ class SilentPort : public cgx::Port {
   std::vector<int64_t> sent_;
 };
 
-class SilentPorts : public cgx::PortFactory {
- public:
-  std::unique_ptr<cgx::Port> port(std::vector<int32_t>) const override {
-    return std::make_unique<SilentPort>();
-  }
-};
+// The factory of such ports.
+template <typename Port>
+[[maybe_unused]] std::unique_ptr<cgx::Port> port_of(std::vector<int32_t>) {
+  return std::make_unique<Port>();
+}
 
 }  // namespace
 

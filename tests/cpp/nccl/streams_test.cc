@@ -5,7 +5,6 @@
 #include <mutex>
 #include <thread>
 
-#include "nccl/generations.h"
 #include "problem.h"
 
 namespace {
