@@ -63,7 +63,7 @@ endif()
 
 # The module is at the top level, as in the package cgx-jax-cuda13.
 pybind11_add_module(cgx_jax_cuda13 MODULE xla_ffi/handlers/module_cuda.cc
-                    xla_ffi/handlers/cuda.cc xla_ffi/handlers/nccl.cc xla_ffi/handlers/peer.cc)
+                    xla_ffi/handlers/cuda.cc xla_ffi/handlers/nccl.cc)
 set_target_properties(cgx_jax_cuda13 PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
 target_compile_definitions(cgx_jax_cuda13 PRIVATE CGX_CUDA_ARCHITECTURES="${architectures}")

@@ -1,7 +1,7 @@
 """Numbers that Python and the native modules must agree on.
 
 Python keeps them because it also runs without the modules. `native` compares them with those that a
-module exports (`xla_ffi/handlers/constants.h`) when it loads the module.
+module exports (`xla_ffi/handlers/handlers.h`) when it loads the module.
 """
 
 from __future__ import annotations

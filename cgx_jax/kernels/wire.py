@@ -168,7 +168,7 @@ class Layout:
 
     @property
     def numbers(self) -> list[int]:
-        """A kernel call's attribute `slots`: nine numbers per slot (xla_ffi/handlers/slots.h)."""
+        """A kernel call's `slots`: nine numbers per slot (xla_ffi/handlers/operands.h)."""
         numbers: list[int] = []
         for s in self.slots:
             numbers += (s.bits, s.bucket_size, ROUNDINGS.index(s.rounding), s.number)

@@ -10,24 +10,6 @@
 
 namespace cgx {
 
-// The part of a call's context that a parameter of that type receives; void: none.
-template <typename T>
-struct ContextOf {
-  using Type = void;
-};
-template <>
-struct ContextOf<ffi::RunId> {
-  using Type = ffi::RunId;
-};
-template <>
-struct ContextOf<ffi::ThreadPool> {
-  using Type = ffi::ThreadPool;
-};
-template <typename T>
-struct ContextOf<T*> {
-  using Type = ffi::PlatformStream<T*>;
-};
-
 // Binds `f`, whose remaining parameters are T and Rest. `names` are those of their attributes.
 template <typename F, typename Binding>
 auto bind_all(F f, ffi::Traits traits, const char* const*, Binding&& binding) {
@@ -37,7 +19,6 @@ template <typename T, typename... Rest, typename F, typename Binding>
 auto bind_all(F f, ffi::Traits traits, const char* const* names, Binding&& binding) {
   using Operand = typename ffi::ArgBinding<T>::Arg;
   using Result = typename ffi::RetBinding<T>::Ret;
-  using Context = typename ContextOf<T>::Type;
   const auto rest = [&](auto&& next) {
     return bind_all<Rest...>(std::move(f), traits, names, std::move(next));
   };
@@ -49,8 +30,10 @@ auto bind_all(F f, ffi::Traits traits, const char* const* names, Binding&& bindi
     return rest(std::move(binding).template Arg<Operand>());
   } else if constexpr (!std::is_void_v<Result>) {
     return rest(std::move(binding).template Ret<Result>());
-  } else if constexpr (!std::is_void_v<Context>) {
-    return rest(std::move(binding).template Ctx<Context>());
+  } else if constexpr (std::is_pointer_v<T>) {
+    return rest(std::move(binding).template Ctx<ffi::PlatformStream<T>>());
+  } else if constexpr (std::is_same_v<T, ffi::RunId> || std::is_same_v<T, ffi::ThreadPool>) {
+    return rest(std::move(binding).template Ctx<T>());
   } else {
     return rest(std::move(binding).template Attr<T>(*names++));
   }

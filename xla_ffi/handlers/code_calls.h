@@ -93,13 +93,6 @@ class CodeCalls {
     return ffi::Error::Success();
   }
 
-  static ffi::Error check_within(const char* name, const char* what, int64_t value, int64_t most,
-                                 int64_t least = 1) {
-    if (value >= least && value <= most) return ffi::Error::Success();
-    return invalid(name, std::string(what) + " is " + std::to_string(value) + ", must be in [" +
-                             std::to_string(least) + ", " + std::to_string(most) + "]");
-  }
-
   // Even an array without values may claim too many columns to calculate with.
   static ffi::Error check_columns(const char* name, int64_t n) {
     return check_within(name, "size of x", n, kMaxSize, 0);

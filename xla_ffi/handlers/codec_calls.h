@@ -3,7 +3,6 @@
 #ifndef CGX_HANDLERS_CODEC_CALLS_H_
 #define CGX_HANDLERS_CODEC_CALLS_H_
 
-#include <string>
 #include <vector>
 
 #include "handlers/bind.h"
@@ -13,21 +12,23 @@ namespace cgx {
 
 // The operands of one call. Keys and ranks are not checked, as they may be in device memory.
 struct Operands {
-  explicit Operands(const char* name) : call(name) {}
+  Operands(const char* name, const LayoutAttributes& attributes)
+      : call(name), attributes(attributes) {}
 
   const char* const call;
+  const LayoutAttributes attributes;
   int64_t batch = 0;
   const uint32_t* keys = nullptr;  // two words for each batch element
   const int32_t* ranks = nullptr;
   float divisor = 1;
-  Leaves leaves, results;
+  Leaves leaves, results, units;
   OwnedLayout owned;
 
   Layout layout() const { return owned.view(); }
   // What the kernels take for a batch element. Data is null if there is none.
   LeavesIn in(int64_t b) const { return {at(from_, leaves, b), leaves.dtype.data()}; }
   LeavesOut out(int64_t b) const { return {at(to_, results, b), results.dtype.data()}; }
-  const LeafUnits* units(int64_t b) const {
+  const LeafUnits* leaf_units(int64_t b) const {
     return units_.empty() ? nullptr : units_.data() + b * (units_.size() / batch);
   }
 
@@ -39,12 +40,11 @@ struct Operands {
     CGX_TRY(leaves.add(call, args, batch));
     return results.add(call, rets, batch);
   }
-  // Builds the layout of leaves like these, whose units are in `unit_operand`.
-  ffi::Error build(const Leaves& like, const LayoutAttributes& attributes,
-                   const Leaves& unit_operand = {}) {
+  // Builds the layout of leaves like these.
+  ffi::Error build(const Leaves& like) {
     Units first;
     CGX_TRY(build_layout(call, like.size, attributes, &owned));
-    CGX_TRY(first.add(call, like, unit_operand, attributes));
+    CGX_TRY(first.add(call, like, units, attributes));
     units_ = first.all(batch);
     from_ = leaves.pointers(batch), to_ = results.pointers(batch);
     return ffi::Error::Success();
@@ -100,13 +100,11 @@ class CodecCalls {
   static ffi::Error run_encode(const char* name, Given device, Keys key, Ranks rank,
                                ffi::RemainingArgs args, ffi::Result<Payload> payload,
                                ffi::RemainingRets rets, Ints slots, int64_t world) {
-    const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
-    Operands all(name);
-    Leaves units;
+    Operands all(name, {slots, world, 1, Device::kLongestInUnits});
     CGX_TRY(all.add(rank, args, rets));
-    CGX_TRY(split_units(name, attributes, &all.leaves, &units));
+    CGX_TRY(split_units(name, all.attributes, &all.leaves, &all.units));
     if (rets.size() > 0) CGX_TRY(same_leaves(name, all.leaves, all.results));
-    CGX_TRY(all.build(all.leaves, attributes, units));
+    CGX_TRY(all.build(all.leaves));
     CGX_TRY(all.add_keys(key));
     CGX_TRY(all.check_rows("payload", *payload, world));
     return Device::encode(device, all, payload->typed_data());
@@ -115,11 +113,9 @@ class CodecCalls {
   static ffi::Error run_reduce(const char* name, Given device, Keys key, Ranks rank,
                                Payload payload, ffi::RemainingArgs args, ffi::Result<Payload> chunk,
                                ffi::RemainingRets rets, Ints slots, int64_t world, float divisor) {
-    const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
-    Operands all(name);
-    Leaves units;
+    Operands all(name, {slots, world, 1, Device::kLongestInUnits});
     CGX_TRY(all.add(rank, args, rets));
-    CGX_TRY(split_units(name, attributes, &all.leaves, &units));
+    CGX_TRY(split_units(name, all.attributes, &all.leaves, &all.units));
     if (rets.size() > 0) {
       Leaves residuals;
       CGX_TRY(all.leaves.split(name, rets.size(), &residuals));
@@ -129,7 +125,7 @@ class CodecCalls {
         return invalid(name, "residual results must lie where their operands lie");
       }
     }
-    CGX_TRY(all.build(all.leaves, attributes, units));
+    CGX_TRY(all.build(all.leaves));
     CGX_TRY(all.add_keys(key));
     CGX_TRY(all.check_rows("payload", payload, world));
     CGX_TRY(all.check_rows("chunk", *chunk, 1));
@@ -141,16 +137,14 @@ class CodecCalls {
   static ffi::Error run_decode(const char* name, Given device, Payload payload,
                                ffi::RemainingArgs args, ffi::RemainingRets rets, Ints slots,
                                int64_t world) {
-    const LayoutAttributes attributes{slots, world, 1, Device::kLongestInUnits};
-    Operands all(name);
-    Leaves units;
+    Operands all(name, {slots, world, 1, Device::kLongestInUnits});
     const auto dims = payload.dimensions();
     // An empty payload may claim any batch, even one with too many elements to loop over.
     all.batch = dims.size() == 3 && payload.element_count() > 0 ? dims[0] : 1;
     CGX_TRY(all.results.add(name, rets, all.batch));
-    CGX_TRY(units.add(name, args, all.batch));
-    CGX_TRY(check_number(name, "units", args.size(), attributes.have_units()));
-    CGX_TRY(all.build(all.results, attributes, units));
+    CGX_TRY(all.units.add(name, args, all.batch));
+    CGX_TRY(check_number(name, "units", args.size(), all.attributes.have_units()));
+    CGX_TRY(all.build(all.results));
     CGX_TRY(all.check_rows("payload", payload, world));
     return Device::decode(device, all, payload.typed_data());
   }
@@ -158,7 +152,7 @@ class CodecCalls {
   static ffi::Error run_accumulate(const char* name, Given device, Ranks rank, Payload payload,
                                    ffi::RemainingArgs args, ffi::RemainingRets rets, Ints slots,
                                    int64_t world, float divisor) {
-    Operands all(name);
+    Operands all(name, {slots, world});
     CGX_TRY(all.add(rank, args, rets));
     const auto dims = payload.dimensions();
     if (dims.size() < 2) return invalid(name, expected("rank of payload", dims.size(), 2));
@@ -166,7 +160,7 @@ class CodecCalls {
     CGX_TRY(check_world(name, peers, "number of rows of payload"));
     CGX_TRY(same_leaves(name, all.leaves, all.results));
     if (world != 1) return invalid(name, expected("world", world, 1));
-    CGX_TRY(all.build(all.leaves, {slots, world}));
+    CGX_TRY(all.build(all.leaves));
     CGX_TRY(all.check_rows("payload", payload, peers));
     CGX_TRY(check_divisor(name, divisor));
     all.divisor = divisor;

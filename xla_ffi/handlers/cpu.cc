@@ -1,6 +1,4 @@
 // Runs the calls on the threads of XLA's pool.
-#include "handlers/cpu.h"
-
 #include <algorithm>
 
 #include "cpu/kernels.h"
@@ -10,7 +8,7 @@
 #include "cpu/select.h"
 #include "handlers/code_calls.h"
 #include "handlers/codec_calls.h"
-#include "handlers/fresh_results.h"
+#include "handlers/handlers.h"
 
 namespace cgx {
 namespace {
@@ -20,8 +18,8 @@ constexpr int64_t kValuesLookedAt = 8;  // in the time that encoding one value t
 ffi::Error check_ranks(const Operands& all, int64_t from, int64_t to) {
   for (int64_t b = 0; b < all.batch; ++b) {
     if (all.ranks[b] < from || all.ranks[b] >= to) {
-      return invalid(all.call, "rank is " + std::to_string(all.ranks[b]) + ", must be in [" +
-                                   std::to_string(from) + ", " + std::to_string(to) + ")");
+      return must_be(all.call, "rank", all.ranks[b],
+                     "in [" + std::to_string(from) + ", " + std::to_string(to) + ")");
     }
   }
   return ffi::Error::Success();
@@ -55,7 +53,7 @@ struct Cpu {
     const KernelTable& kernels = current_kernels();
     split_buffers(pool, all, [&](int64_t b, int64_t from, int64_t to, float* scratch) {
       kernels.encode({layout, all.in(b), all.out(b), all.keys + 2 * b, all.ranks[b],
-                      payload + b * bytes, scratch, all.units(b)},
+                      payload + b * bytes, scratch, all.leaf_units(b)},
                      from, to);
     });
     return ffi::Error::Success();
@@ -77,7 +75,7 @@ struct Cpu {
       if (piece == 0) std::fill(chunk + used, chunk + layout.chunk_bytes, uint8_t{0});
       kernels.reduce(
           {layout, all.in(b), all.keys + 2 * b, own, payload + b * world * layout.chunk_bytes,
-           all.divisor, chunk, scratch.of(worker), all.out(b), all.units(b)},
+           all.divisor, chunk, scratch.of(worker), all.out(b), all.leaf_units(b)},
           begin + chunk_cut(piece, used, count), begin + chunk_cut(piece + 1, used, count));
     });
     return ffi::Error::Success();
@@ -89,7 +87,7 @@ struct Cpu {
     const KernelTable& kernels = current_kernels();
     split_buffers(pool, all, [&](int64_t b, int64_t from, int64_t to, float* scratch) {
       kernels.decode({layout, payload + b * layout.world * layout.chunk_bytes, all.out(b), scratch,
-                      all.units(b)},
+                      all.leaf_units(b)},
                      from, to);
     });
     return ffi::Error::Success();
@@ -140,8 +138,7 @@ struct Cpu {
     }
     for (int64_t i = 0; i < 2 * batch; ++i) {
       if (turns[i] < 0 || turns[i] >= n) {
-        return invalid(name, "turn is " + std::to_string(turns[i]) + ", must be in [0, " +
-                                 std::to_string(n) + ")");
+        return must_be(name, "turn", turns[i], "in [0, " + std::to_string(n) + ")");
       }
     }
     parallel_for(pool, batch, [&all](int64_t b, int64_t) {

@@ -1,11 +1,10 @@
 // Puts the kernels of the calls on XLA's stream. Nothing here waits, reads device memory or
 // allocates it, so XLA may record the calls into command buffers.
-#include "handlers/cuda.h"
-
 #include "cuda/codec.h"
 #include "cuda/codes.h"
 #include "handlers/code_calls.h"
 #include "handlers/codec_calls.h"
+#include "handlers/handlers.h"
 
 namespace cgx {
 namespace {
@@ -24,7 +23,7 @@ struct Cuda {
       const CudaEncode call{
           layout,           all.in(b),          all.out(b),
           all.keys + 2 * b, {all.ranks + b, 0}, payload + b * layout.world * layout.chunk_bytes,
-          /*tails=*/true,   /*key_step=*/0,     all.units(b)};
+          /*tails=*/true,   /*key_step=*/0,     all.leaf_units(b)};
       return cgx::encode(call, {{0, layout.total_bytes()}}, stream);
     });
   }
@@ -42,7 +41,7 @@ struct Cuda {
                             chunks + b * layout.chunk_bytes,
                             /*tails=*/true,
                             all.out(b),
-                            all.units(b)};
+                            all.leaf_units(b)};
       return cgx::reduce(call, {{0, layout.total_bytes()}}, stream);
     });
   }
@@ -51,7 +50,7 @@ struct Cuda {
     const Layout layout = all.layout();
     return each(all.call, all.batch, [&](int64_t b) {
       return cgx::decode(
-          {layout, payload + b * layout.world * layout.chunk_bytes, all.out(b), all.units(b)},
+          {layout, payload + b * layout.world * layout.chunk_bytes, all.out(b), all.leaf_units(b)},
           {{0, layout.total_bytes()}}, stream);
     });
   }

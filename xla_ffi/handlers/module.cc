@@ -9,13 +9,11 @@
 #endif
 
 #include <map>
-#include <stdexcept>
 
 #include "cpu/kernels.h"
 #include "cpu/pages.h"
 #include "format/layout.h"
-#include "handlers/constants.h"
-#include "handlers/cpu.h"
+#include "handlers/handlers.h"
 #include "handlers/mpi.h"
 #include "handlers/report.h"
 #include "mpi/library.h"

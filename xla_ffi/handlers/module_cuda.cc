@@ -8,8 +8,7 @@
 
 #include "cuda/codes.h"
 #include "cuda/peer.h"
-#include "handlers/constants.h"
-#include "handlers/cuda.h"
+#include "handlers/handlers.h"
 #include "handlers/nccl.h"
 #include "nccl/fused.h"
 #include "nccl/library.h"

@@ -12,7 +12,6 @@
 
 #include "cpu/kernels.h"
 #include "handlers/bind.h"
-#include "handlers/fresh_results.h"
 #include "handlers/operands.h"
 #include "messages/fused.h"
 #include "messages/rows.h"
@@ -81,8 +80,7 @@ ffi::Error find_group(const std::string& name, const Where& where, const EngineS
   CGX_TRY(check_groups(name, where.groups, where.world));
   const int64_t channels = num_channels(settings) - num_lanes(settings);
   if (where.channel < 0 || where.channel >= channels) {
-    return invalid(name, "channel is " + std::to_string(where.channel) + ", must be in [0, " +
-                             std::to_string(channels) + ")");
+    return must_be(name, "channel", where.channel, "in [0, " + std::to_string(channels) + ")");
   }
   group->tag = static_cast<int>(where.channel * kCallTags);
   for (const int64_t position : where.groups) {
@@ -254,14 +252,11 @@ std::shared_ptr<StartedCall> with_own_memory(const Fused<kCollective>& fused, bo
   // The sums of a gather-sum may be wider than its leaves; those of an all-reduce take their place.
   constexpr bool kInPlace = kCollective == Collective::kAllReduce;
   const Leaves sums = sums_of<kCollective>(leaves, fused.attributes);
-  const auto bytes = [](const Leaves& all, size_t k) {
-    return all.size[k] * item_size(all.dtype[k]);
-  };
   const size_t count = leaves.size.size();
   std::vector<int64_t> sizes;
-  for (size_t k = 0; k < count; ++k) sizes.push_back(bytes(leaves, k));
-  for (size_t k = 0; k < count && !kInPlace; ++k) sizes.push_back(bytes(sums, k));
-  for (size_t k = 0; k < count && residuals; ++k) sizes.push_back(bytes(leaves, k));
+  for (size_t k = 0; k < count; ++k) sizes.push_back(leaves.bytes(k));
+  for (size_t k = 0; k < count && !kInPlace; ++k) sizes.push_back(sums.bytes(k));
+  for (size_t k = 0; k < count && residuals; ++k) sizes.push_back(leaves.bytes(k));
   sizes.push_back(2 * units.count * sizeof(float));
   const auto call = started_calls().make(sizes);
   const auto filled = [&](size_t i, const void* from) {
@@ -343,10 +338,10 @@ ffi::Future finish(Keys keys, Ranks position, Keys ticket, ffi::RemainingArgs ar
     CGX_TRY(results.add(call, rets, 1));
     CGX_TRY(check_number(call, "results", results.data.size(), started->results.size()));
     for (size_t k = 0; k < results.data.size(); ++k) {
-      const int64_t bytes = results.size[k] * item_size(results.dtype[k]);
-      if (bytes == started->results[k].second) continue;
-      return invalid(call, expected("bytes of result " + std::to_string(k), bytes,
-                                    started->results[k].second));
+      const int64_t wanted = started->results[k].second;
+      if (results.bytes(k) == wanted) continue;
+      return invalid(call,
+                     expected("bytes of result " + std::to_string(k), results.bytes(k), wanted));
     }
     prefer_huge_pages(results);
     return ffi::Error::Success();
@@ -381,8 +376,8 @@ ffi::Future move_rows(Ranks position, ffi::AnyBuffer rows, ffi::Result<ffi::AnyB
         // Any dtype will do: only the bytes matter.
         const int64_t bytes = static_cast<int64_t>(rows.size_bytes());
         if (!kGathers && bytes % world != 0) {
-          return invalid(call, "size of rows is " + std::to_string(bytes) +
-                                   ", must be a multiple of world, " + std::to_string(world));
+          return must_be(call, "size of rows", bytes,
+                         "a multiple of world, " + std::to_string(world));
         }
         const int64_t row_bytes = kGathers ? bytes : bytes / world;
         const int64_t result_bytes = static_cast<int64_t>(out->size_bytes());

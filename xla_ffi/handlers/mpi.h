@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "handlers/checks.h"
+#include "handlers/handlers.h"
 #include "messages/engine.h"
 
 namespace cgx {

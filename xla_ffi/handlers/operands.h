@@ -7,13 +7,14 @@
 #define CGX_HANDLERS_OPERANDS_H_
 
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "cpu/pages.h"
 #include "format/layout.h"
 #include "format/leaves.h"
 #include "handlers/checks.h"
-#include "handlers/slots.h"
 #include "schedule/schedule.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -23,13 +24,87 @@ using Keys = ffi::Buffer<ffi::U32>;
 using Ranks = ffi::Buffer<ffi::S32>;   // one per batch element, so its size is the batch
 using Payload = ffi::Buffer<ffi::U8>;  // [batch,] rows, bytes
 
+// --- the attributes that say how a call encodes its leaves
+
+// How many numbers `slots` has per leaf: bits, bucket_size, rounding, number, rotation, segment,
+// and a UnitPlace. `Layout.attributes` in cgx_jax/kernels/wire.py writes them.
+constexpr size_t kSlotNumbers = 9;
+
+// Where a leaf's units lie in the array of all units, and how many values its rows have. A leaf
+// without units has rows of 0 values.
+struct UnitPlace {
+  int64_t num_columns, rows, columns;
+};
+
+struct LayoutAttributes {
+  Ints slots;
+  int64_t world;
+  int64_t rows = 1;              // how often the layout repeats the leaves
+  int64_t longest_in_units = 0;  // bucket whose values the handler multiplies by units; 0: none
+
+  size_t leaves() const { return slots.size() / kSlotNumbers; }
+  SlotSpec spec(size_t leaf, int64_t size) const {
+    const int64_t* const own = slots.begin() + leaf * kSlotNumbers;
+    return {size, own[0], own[1], own[2], own[3], own[4], own[5]};
+  }
+  UnitPlace place(size_t leaf) const {
+    const int64_t* const own = slots.begin() + leaf * kSlotNumbers + kSlotNumbers - 3;
+    return {own[0], own[1], own[2]};
+  }
+  bool has_units(size_t leaf) const { return place(leaf).num_columns != 0; }
+  // Whether any leaf has units: the call then has one more operand, the array of all units.
+  bool have_units() const {
+    bool any = false;
+    for (size_t k = 0; k < leaves(); ++k) any |= has_units(k);
+    return any;
+  }
+};
+
+// Refuses units that the handler cannot apply: without them the values would be wrong.
+inline ffi::Error check_units(const std::string& call, const LayoutAttributes& attributes) {
+  const int64_t longest = attributes.longest_in_units;
+  for (size_t k = 0; k < attributes.leaves(); ++k) {
+    if (!attributes.has_units(k)) continue;
+    if (longest == 0) {
+      return invalid(call, "leaf " + std::to_string(k) + " has units, but this call takes none");
+    }
+    const int64_t bucket_size = attributes.spec(k, 0).bucket_size;
+    if (bucket_size > longest) {
+      return must_be(call, "bucket_size of leaf " + std::to_string(k), bucket_size,
+                     "at most " + std::to_string(longest) + " with units");
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// Builds the layout of leaves with these sizes.
+inline ffi::Error build_layout(const std::string& call, const std::vector<int64_t>& sizes,
+                               const LayoutAttributes& attributes, OwnedLayout* layout) {
+  if (attributes.slots.size() != kSlotNumbers * sizes.size()) {
+    return invalid(call, "length of slots is " + std::to_string(attributes.slots.size()) +
+                             ", expected " + std::to_string(kSlotNumbers) + " for each of " +
+                             std::to_string(sizes.size()) + " leaves");
+  }
+  CGX_TRY(check_units(call, attributes));
+  std::vector<SlotSpec> specs;
+  for (int64_t row = 0; row < attributes.rows; ++row) {
+    for (size_t k = 0; k < sizes.size(); ++k) specs.push_back(attributes.spec(k, sizes[k]));
+  }
+  const std::string error = layout->build(specs, attributes.world);
+  return error.empty() ? ffi::Error::Success() : invalid(call, error);
+}
+
+// --- the operands
+
 // Leaves of all batch elements.
 struct Leaves {
   std::vector<char*> data;
   std::vector<DType> dtype;
   std::vector<int64_t> size;  // values per batch element
 
-  ffi::Error add(const std::string& call, const ffi::AnyBuffer& buffer, int64_t batch) {
+  int64_t bytes(size_t k) const { return size[k] * item_size(dtype[k]); }
+
+  ffi::Error add_one(const std::string& call, const ffi::AnyBuffer& buffer, int64_t batch) {
     const std::string name = "leaf " + std::to_string(size.size());
     const int64_t count = static_cast<int64_t>(buffer.element_count());
     if (count % batch != 0) {
@@ -37,42 +112,32 @@ struct Leaves {
                                " values, must be a multiple of the batch of " +
                                std::to_string(batch));
     }
-    switch (buffer.element_type()) {
-      case ffi::F32:
-        dtype.push_back(DType::kF32);
-        break;
-      case ffi::BF16:
-        dtype.push_back(DType::kBF16);
-        break;
-      case ffi::F16:
-        dtype.push_back(DType::kF16);
-        break;
-      default:
-        return invalid(call, "dtype of " + name + " is XLA type " +
-                                 std::to_string(static_cast<int>(buffer.element_type())) +
-                                 ", must be f32, bf16 or f16");
+    const ffi::DataType type = buffer.element_type();
+    if (type != ffi::F32 && type != ffi::BF16 && type != ffi::F16) {
+      return invalid(call, "dtype of " + name + " is XLA type " +
+                               std::to_string(static_cast<int>(type)) +
+                               ", must be f32, bf16 or f16");
     }
+    dtype.push_back(type == ffi::F32    ? DType::kF32
+                    : type == ffi::BF16 ? DType::kBF16
+                                        : DType::kF16);
     size.push_back(count / batch);
     data.push_back(static_cast<char*>(buffer.untyped_data()));
     return ffi::Error::Success();
   }
 
-  ffi::Error add(const std::string& call, const ffi::RemainingArgs& args, int64_t batch) {
-    for (size_t k = 0; k < args.size(); ++k) {
-      auto buffer = args.get<ffi::AnyBuffer>(k);
-      if (buffer.has_error()) return buffer.error();
-      if (auto error = add(call, *buffer, batch); error.failure()) return error;
-    }
-    return ffi::Error::Success();
-  }
-
-  // Adds all results except the last `others`.
-  ffi::Error add(const std::string& call, const ffi::RemainingRets& rets, int64_t batch,
+  // Adds all operands or results except the last `others`.
+  template <typename Buffers>
+  ffi::Error add(const std::string& call, const Buffers& buffers, int64_t batch,
                  size_t others = 0) {
-    for (size_t k = 0; k + others < rets.size(); ++k) {
-      auto buffer = rets.get<ffi::AnyBuffer>(k);
+    for (size_t k = 0; k + others < buffers.size(); ++k) {
+      auto buffer = buffers.template get<ffi::AnyBuffer>(k);
       if (buffer.has_error()) return buffer.error();
-      if (auto error = add(call, **buffer, batch); error.failure()) return error;
+      if constexpr (std::is_same_v<Buffers, ffi::RemainingRets>) {
+        CGX_TRY(add_one(call, **buffer, batch));
+      } else {
+        CGX_TRY(add_one(call, *buffer, batch));
+      }
     }
     return ffi::Error::Success();
   }
@@ -80,8 +145,7 @@ struct Leaves {
   // Moves all but the first `count` leaves to `rest`.
   ffi::Error split(const std::string& call, size_t count, Leaves* rest) {
     if (size.size() < count) {
-      return invalid(call, "number of leaves is " + std::to_string(size.size()) +
-                               ", must be at least " + std::to_string(count));
+      return must_be(call, "number of leaves", size.size(), "at least " + std::to_string(count));
     }
     rest->data.assign(data.begin() + count, data.end());
     rest->dtype.assign(dtype.begin() + count, dtype.end());
@@ -95,13 +159,18 @@ struct Leaves {
     std::vector<void*> all;
     all.reserve(batch * data.size());
     for (int64_t b = 0; b < batch; ++b) {
-      for (size_t k = 0; k < data.size(); ++k) {
-        all.push_back(data[k] + b * size[k] * item_size(dtype[k]));
-      }
+      for (size_t k = 0; k < data.size(); ++k) all.push_back(data[k] + b * bytes(k));
     }
     return all;
   }
 };
+
+// For the results of a CPU call, whose memory XLA may just have obtained from the system.
+inline void prefer_huge_pages(const Leaves& results, int64_t batch = 1) {
+  for (size_t k = 0; k < results.data.size(); ++k) {
+    prefer_huge_pages(results.data[k], batch * results.bytes(k));
+  }
+}
 
 inline ffi::Error same_leaves(const std::string& call, const Leaves& in, const Leaves& out) {
   if (in.data.size() != out.data.size()) {
@@ -130,8 +199,8 @@ struct Units {
     if (operand.size.empty()) return ffi::Error::Success();
     if (operand.dtype[0] != DType::kF32) return invalid(call, "dtype of the units is not f32");
     if (operand.size[0] % 2 != 0) {
-      return invalid(call, "size of the units is " + std::to_string(operand.size[0]) +
-                               ", must be a multiple of 2: one half for each way");
+      return must_be(call, "size of the units", operand.size[0],
+                     "a multiple of 2: one half for each way");
     }
     numbers = reinterpret_cast<const float*>(operand.data[0]);
     count = operand.size[0] / 2;
@@ -180,8 +249,8 @@ inline ffi::Error split_units(const std::string& call, const LayoutAttributes& a
   if (!attributes.have_units()) return ffi::Error::Success();
   const size_t wanted = attributes.leaves() + 1, given = operands->size.size();
   if (given < wanted) {
-    return invalid(call, "number of operands is " + std::to_string(given) + ", must be at least " +
-                             std::to_string(wanted) + ", the leaves and their units");
+    return must_be(call, "number of operands", given,
+                   "at least " + std::to_string(wanted) + ", the leaves and their units");
   }
   return operands->split(call, given - 1, units);
 }

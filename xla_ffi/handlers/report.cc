@@ -27,9 +27,8 @@ ffi::Error report(const char* call, Numbers steps, Numbers ranks, Numbers table,
   CGX_TRY(check_count(call, "the result", *told, 1));
   const int64_t size = static_cast<int64_t>(table.element_count());
   if (size == 0 || size % batch != 0) {
-    return invalid(call, "size of table is " + std::to_string(size) +
-                             ", must be a positive multiple of the batch of " +
-                             std::to_string(batch));
+    return must_be(call, "size of table", size,
+                   "a positive multiple of the batch of " + std::to_string(batch));
   }
   const std::shared_ptr<const Listener> listener = the_listener();
   if (!listener)

@@ -1,5 +1,5 @@
 // The handlers for the CPU: the codec's, and those of codes.
-#include "handlers/cpu.h"
+#include "handlers/handlers.h"
 
 #include "cpu/kernels.h"
 #include "cpu/worker_pool.h"

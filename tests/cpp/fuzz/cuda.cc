@@ -1,6 +1,6 @@
 // The handlers for CUDA, on emulated devices: the codec's, and those of codes. No handler can check
 // what device memory holds, such as ranks and places.
-#include "handlers/cuda.h"
+#include "handlers/handlers.h"
 
 #include "cuda/codes.h"
 #include "cuda/kernels.h"

@@ -7,7 +7,7 @@
 #include "cases.h"
 #include "cpu/kernels.h"
 #include "cpu/select.h"
-#include "handlers/cuda.h"
+#include "handlers/handlers.h"
 #include "handlers/frames.h"
 
 namespace {

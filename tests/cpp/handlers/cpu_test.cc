@@ -1,6 +1,6 @@
 // Calls of the CPU handlers that nobody should make; the fuzzer found most of them. Each is refused
 // with an error that names the value and its limit, or has nothing to do and ends at once.
-#include "handlers/cpu.h"
+#include "handlers/handlers.h"
 
 #include <functional>
 #include <vector>

@@ -1,7 +1,7 @@
 // The CUDA handlers of the codec, driven by handmade call frames like those that XLA makes.
 // Everything below the handlers is emulated. Needs the FFI headers of a jaxlib with the collectives
 // extension.
-#include "handlers/cuda.h"
+#include "handlers/handlers.h"
 
 #include <algorithm>
 

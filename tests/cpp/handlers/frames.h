@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "handlers/checks.h"
+#include "handlers/handlers.h"
 #include "xla/ffi/api/c_api.h"
 
 // Before version 0.4 there were no extensions, and the context had another name.
