@@ -100,6 +100,35 @@ struct Buffers {
   }
 };
 
+// Copies of leaves in heap blocks of exactly their size. With `shift`, they start one item later
+// than malloc's alignment.
+struct Copies {
+  std::vector<std::unique_ptr<char[]>> blocks;
+  std::vector<int64_t> bytes;
+  std::vector<cgx::DType> dtypes;
+  std::vector<void*> data;
+
+  Copies(const std::vector<cgx::SlotSpec>& leaves, const std::vector<cgx::DType>& dtypes,
+         const std::vector<void*>& from, bool shift)
+      : dtypes(dtypes) {
+    for (size_t k = 0; k < leaves.size(); ++k) {
+      const int64_t item = cgx::item_size(dtypes[k]), before = shift ? item : 0;
+      bytes.push_back(leaves[k].size * item);
+      blocks.emplace_back(new char[before + bytes[k]]);
+      data.push_back(blocks[k].get() + before);
+      if (bytes[k] > 0) std::memcpy(data[k], from[k], bytes[k]);
+    }
+  }
+  cgx::LeavesIn in() const { return {data.data(), dtypes.data()}; }
+  cgx::LeavesOut out() const { return {data.data(), dtypes.data()}; }
+  bool operator==(const std::vector<void*>& others) const {
+    for (size_t k = 0; k < data.size(); ++k) {
+      if (bytes[k] > 0 && std::memcmp(data[k], others[k], bytes[k]) != 0) return false;
+    }
+    return true;
+  }
+};
+
 // Units of leaves, and the numbers behind them.
 struct SomeUnits {
   std::vector<std::vector<float>> numbers;
@@ -134,6 +163,10 @@ struct SomeUnits {
     specs.push_back({size, bits, bucket, rounding, number++, rotation, segment});
   }
   return specs;
+}
+
+[[maybe_unused]] bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
 }
 
 [[maybe_unused]] std::unique_ptr<uint8_t[]> noise(int64_t bytes, std::mt19937& rng) {

@@ -33,29 +33,6 @@ std::string name_of(const Case& c) {
          (c.odd ? " unaligned" : "");
 }
 
-// Exact-size blocks. With `shift`, values start one item later than malloc's alignment.
-struct Shifted {
-  std::vector<std::unique_ptr<char[]>> blocks;
-  std::vector<void*> data;
-
-  Shifted(const Buffers& from, bool shift) {
-    for (size_t k = 0; k < from.specs.size(); ++k) {
-      const size_t item = cgx::item_size(from.dtypes[k]), bytes = from.specs[k].size * item;
-      blocks.emplace_back(new char[bytes + shift * item]);
-      data.push_back(blocks.back().get() + shift * item);
-      std::memcpy(data.back(), from.data[k], bytes);
-    }
-  }
-};
-
-bool same(const Buffers& expected, const Shifted& got) {
-  for (size_t k = 0; k < expected.specs.size(); ++k) {
-    const size_t bytes = expected.specs[k].size * cgx::item_size(expected.dtypes[k]);
-    if (std::memcmp(expected.data[k], got.data[k], bytes) != 0) return false;
-  }
-  return true;
-}
-
 // Gives the records of a chunk, in every row, other masks. About half of them are 0.
 void set_masks(const cgx::Layout& layout, int64_t chunk, int64_t rows, std::mt19937& rng,
                uint8_t* payload) {
@@ -103,27 +80,29 @@ void compare(const Case& c, const cgx::LeafUnits* units, std::mt19937& rng) {
   const cgx::KernelTable& cpu = cgx::current_kernels();
   const Buffers x(c.leaves, c.dtype, rng);
   Buffers residual(x.specs, c.dtype, rng), y(x.specs, c.dtype, rng);
-  const Shifted in(x, c.odd);
-  Shifted got_residual(residual, c.odd), got(y, c.odd);
+  const auto copies = [&](const Buffers& of) {
+    return Copies(of.specs, of.dtypes, of.data, c.odd);
+  };
+  const Copies in = copies(x), got_residual = copies(residual), got = copies(y);
   cgx::OwnedLayout owned;
   check(owned.build(x.specs, c.world).empty(), name + ": layout");
   const cgx::Layout layout = owned.view();
   const int64_t total = layout.total_bytes(), bytes = c.world * layout.chunk_bytes;
   const uint32_t key[2] = {7, 11};
   std::vector<float> scratch(owned.scratch_values());
-  const cgx::LeavesIn leaves{in.data.data(), x.dtypes.data()};
+  const cgx::LeavesIn leaves = in.in();
 
   for (const int32_t rank : {-1, static_cast<int32_t>(c.world) - 1}) {
     Bytes payload(bytes, 0xAA), expected(bytes, 0xAA);
     cgx::zero_tails(layout, expected.data());
     cpu.encode({layout, x.in(), residual.out(), key, rank, expected.data(), scratch.data(), units},
                0, total);
-    const cgx::LeavesOut lost{got_residual.data.data(), x.dtypes.data()};
+    const cgx::LeavesOut lost = got_residual.out();
     check(done(cgx::encode({layout, leaves, lost, key, {&rank, 0}, payload.data(), true, 0, units},
                            {{0, total}}, nullptr)),
           name + ": encode");
     check(payload == expected, name + ": payload of rank " + std::to_string(rank));
-    check(same(residual, got_residual), name + ": residual of rank " + std::to_string(rank));
+    check(got_residual == residual.data, name + ": residual of rank " + std::to_string(rank));
     // Without residuals, range by range and with the rank known: the same bytes.
     Bytes parts(bytes, 0xAA);
     cgx::zero_tails(layout, parts.data());
@@ -154,21 +133,21 @@ void compare(const Case& c, const cgx::LeafUnits* units, std::mt19937& rng) {
       cpu.reduce({layout, x.in(), key, rank, rows, c.divisor, expected.data(), scratch.data(),
                   residuals ? residual.out() : cgx::LeavesOut{}, units},
                  layout.begin[rank], layout.begin[rank + 1]);
-      const cgx::LeavesOut lost{residuals ? got_residual.data.data() : nullptr, x.dtypes.data()};
+      const cgx::LeavesOut lost = residuals ? got_residual.out() : cgx::LeavesOut{};
       check(done(cgx::reduce(
                 {layout, leaves, key, {&rank, 0}, rows, c.divisor, chunk.data(), true, lost, units},
                 {{0, total}}, nullptr)),
             name + ": reduce");
       check(chunk == expected, name + ": chunk of rank " + std::to_string(rank));
-      check(same(residual, got_residual), name + ": residual of chunk " + std::to_string(rank));
+      check(got_residual == residual.data, name + ": residual of chunk " + std::to_string(rank));
     }
   }
 
   cpu.decode({layout, peers.get(), y.out(), scratch.data(), units}, 0, total);
-  const cgx::LeavesOut out{got.data.data(), x.dtypes.data()};
+  const cgx::LeavesOut out = got.out();
   check(done(cgx::decode({layout, peers.get(), out, units}, {{0, total}}, nullptr)),
         name + ": decode");
-  check(same(y, got), name + ": decoded values");
+  check(got == y.data, name + ": decoded values");
   if (units) return;
 
   cgx::OwnedLayout whole;
@@ -181,7 +160,7 @@ void compare(const Case& c, const cgx::LeafUnits* units, std::mt19937& rng) {
   check(done(cgx::accumulate({whole.view(), leaves, rows.get(), 3, {&skip, 0}, c.divisor, out},
                              {{0, whole.view().total_bytes()}}, nullptr)),
         name + ": accumulate");
-  check(same(y, got), name + ": accumulated values");
+  check(got == y.data, name + ": accumulated values");
 }
 
 void compare(const Case& c, std::mt19937& rng) {

@@ -6,16 +6,12 @@
 //     peer_test relaxed    flags make no data visible: the thread sanitizer must complain
 #include "cuda/peer.h"
 
-#include <algorithm>
 #include <cmath>
 
-#include "cases.h"
-#include "cpu/kernels.h"
+#include "problem.h"
 #include "warp.h"
 
 namespace {
-
-using Bytes = std::vector<uint8_t>;
 
 // The thread sanitizer finds the races that a planted fault causes.
 #if defined(__SANITIZE_THREAD__)
@@ -38,107 +34,26 @@ struct Case {
   bool in_units = false;
 };
 
-// A rank's leaves, each in a heap block of exactly its size.
-struct Leaves {
-  std::vector<std::unique_ptr<char[]>> blocks;
-  std::vector<int64_t> bytes;
-  std::vector<void*> data;
-  std::vector<cgx::DType> dtypes;
-
-  explicit Leaves(const Case& c, std::mt19937* rng = nullptr) : dtypes(c.specs.size(), c.dtype) {
-    const int64_t item = cgx::item_size(c.dtype), skipped = c.aligned ? 0 : item;
-    std::normal_distribution<float> normal;
-    for (const auto& leaf : c.specs) {
-      bytes.push_back(leaf.size * item);
-      blocks.emplace_back(new char[skipped + bytes.back()]);
-      char* const to = blocks.back().get() + skipped;
-      data.push_back(to);
-      std::memset(to, 0x5A, bytes.back());
-      for (int64_t i = 0; rng && i < leaf.size; ++i) {
-        const float x = normal(*rng);
-        uint32_t word;
-        std::memcpy(&word, &x, 4);
-        const uint16_t half = (word >> 16) & 0xBBFF;  // finite, as a bf16 and as an f16
-        std::memcpy(to + i * item, item == 4 ? static_cast<const void*>(&x) : &half, item);
-      }
-      if (rng) plant_zeros(leaf, c.dtype, *rng, to);
-    }
-  }
-  cgx::LeavesIn in() const { return {data.data(), dtypes.data()}; }
-  cgx::LeavesOut out() const { return {data.data(), dtypes.data()}; }
-  bool operator==(const Leaves& other) const {
-    for (size_t k = 0; k < data.size(); ++k) {
-      if (std::memcmp(data[k], other.data[k], bytes[k]) != 0) return false;
-    }
-    return true;
-  }
-  // Whether every value of the leaf is NaN; fp32 only.
-  bool all_nan() const {
-    for (size_t k = 0; k < data.size(); ++k) {
-      for (int64_t i = 0; i < bytes[k] / 4; ++i) {
-        if (!std::isnan(static_cast<const float*>(data[k])[i])) return false;
-      }
-    }
-    return true;
-  }
-};
-
-// One call of all ranks: operands, results, and the expected results.
+// One call of all ranks: operands and results.
 struct Call {
   Case c;
-  cgx::OwnedLayout owned;
-  std::vector<Leaves> in, out, lost, expected_lost;
-  std::vector<Leaves> expected;  // one for all ranks
-  std::vector<std::vector<uint32_t>> keys;
-  SomeUnits factors;                  // what `units` are made of
-  std::vector<cgx::LeafUnits> units;  // of all leaves, or empty
+  Problem problem;
+  std::vector<Copies> in, out, lost;
 
-  Call(const Case& given, uint32_t seed) : c(given) {
-    std::mt19937 rng(seed);
-    check(owned.build(c.specs, c.world).empty(), "layout");
-    if (c.in_units) units = factors.of(c.specs, rng);
-    for (int64_t r = 0; r < c.world; ++r) {
-      in.emplace_back(c, &rng);
-      out.emplace_back(c);
-      lost.emplace_back(c);
-      expected_lost.emplace_back(c);
-      keys.emplace_back();
-      for (int k = 0; k < 4; ++k) keys[r].push_back(static_cast<uint32_t>(rng()));
+  Call(const Case& given, uint32_t seed)
+      : c(given),
+        problem(cgx::Collective::kAllReduce, c.specs, c.world, c.divisor, c.residual, c.dtype,
+                /*zeros=*/true, c.in_units, seed) {
+    const Values empty = problem.empty(1, problem.dtypes);
+    for (const Values& own : problem.in) {
+      in.emplace_back(c.specs, problem.dtypes, pointers(own), !c.aligned);
+      out.emplace_back(c.specs, problem.dtypes, pointers(empty), !c.aligned);
+      lost.emplace_back(c.specs, problem.dtypes, pointers(empty), !c.aligned);
     }
-    in_steps();
   }
-
-  void in_steps() {
-    const cgx::Layout layout = owned.view();
-    const int64_t row = layout.chunk_bytes;
-    const cgx::KernelTable& cpu = cgx::current_kernels();
-    std::vector<Bytes> sent(c.world, Bytes(c.world * row));
-    std::vector<float> scratch(owned.scratch_values());
-    const auto residual = [&](int64_t r) {
-      return c.residual ? expected_lost[r].out() : cgx::LeavesOut{};
-    };
-    for (int64_t r = 0; r < c.world; ++r) {
-      cpu.encode({layout, in[r].in(), residual(r), keys[r].data(), r, sent[r].data(),
-                  scratch.data(), all_units()},
-                 0, layout.total_bytes());
-    }
-    Bytes gathered(c.world * row), received(c.world * row);
-    for (int64_t r = 0; r < c.world; ++r) {
-      for (int64_t from = 0; from < c.world; ++from) {
-        std::copy_n(&sent[from][r * row], row, &received[from * row]);
-      }
-      cpu.reduce({layout, in[r].in(), keys[r].data() + 2, r, received.data(), c.divisor,
-                  &gathered[r * row], scratch.data(), residual(r), all_units()},
-                 layout.begin[r], layout.begin[r + 1]);
-    }
-    expected.emplace_back(c);
-    cpu.decode({layout, gathered.data(), expected[0].out(), scratch.data(), all_units()}, 0,
-               layout.total_bytes());
-  }
-  const cgx::LeafUnits* all_units() const { return units.empty() ? nullptr : units.data(); }
-
   bool right(int64_t rank) const {
-    return out[rank] == expected[0] && lost[rank] == expected_lost[rank];
+    return out[rank] == pointers(problem.expected[rank]) &&
+           (!c.residual || lost[rank] == pointers(problem.expected_lost[rank]));
   }
   bool right() const {
     for (int64_t r = 0; r < c.world; ++r) {
@@ -147,6 +62,16 @@ struct Call {
     return true;
   }
 };
+
+// Whether every value is NaN; fp32 only.
+bool all_nan(const Copies& leaves) {
+  for (size_t k = 0; k < leaves.data.size(); ++k) {
+    for (int64_t i = 0; i < leaves.bytes[k] / 4; ++i) {
+      if (!std::isnan(static_cast<const float*>(leaves.data[k])[i])) return false;
+    }
+  }
+  return true;
+}
 
 // A node's devices: their windows and streams.
 struct Node {
@@ -186,21 +111,22 @@ struct Node {
   }
   uint8_t* window(int64_t rank) const { return reinterpret_cast<uint8_t*>(memory[rank].get()); }
   static int64_t row_bytes(const Call& call) {
-    return (call.owned.view().chunk_bytes + 127) / 128 * 128;
+    return (call.problem.owned.view().chunk_bytes + 127) / 128 * 128;
   }
 
   // Puts a rank's part of a call on its stream. Returns the number of launches.
   size_t put(Call& call, int64_t rank) {
     std::vector<cgx::PeerTableInUnits> tables;
-    const std::string error = cgx::peer_tables(
-        call.owned.view(), call.in[rank].in(), call.out[rank].out(),
-        call.c.residual ? call.lost[rank].out() : cgx::LeavesOut{}, call.all_units(), &tables);
+    const std::string error =
+        cgx::peer_tables(call.problem.owned.view(), call.in[rank].in(), call.out[rank].out(),
+                         call.c.residual ? call.lost[rank].out() : cgx::LeavesOut{},
+                         call.problem.all_units(), &tables);
     check(error.empty(), "tables: " + error);
     emulator::set_device(static_cast<int>(rank));
-    const cgx::PeerOptions options{call.c.residual, !call.units.empty()};
+    const cgx::PeerOptions options{call.c.residual, call.c.in_units};
     for (const cgx::PeerTableInUnits& table : tables) {
       const cgx::PeerArgs args{
-          &states[rank],   shape,    &told[rank],    call.keys[rank].data(),
+          &states[rank],   shape,    &told[rank],    call.problem.keys[rank].data(),
           row_bytes(call), patience, call.c.divisor, static_cast<int32_t>(rank)};
       check(cgx::launch_peer(table, args, options, streams[rank]) == cudaSuccess, "launch");
     }
@@ -322,10 +248,10 @@ void replays_do_not_meet(bool in_host) {
 // Every flag that this call raises, ordered by reader.
 std::vector<const uint64_t*> flags_of(const Node& node, const Call& call) {
   std::vector<cgx::PeerTableInUnits> tables;
-  check(
-      cgx::peer_tables(call.owned.view(), call.in[0].in(), call.out[0].out(), {}, nullptr, &tables)
-          .empty(),
-      "tables");
+  check(cgx::peer_tables(call.problem.owned.view(), call.in[0].in(), call.out[0].out(), {}, nullptr,
+                         &tables)
+            .empty(),
+        "tables");
   check(tables.size() == 1, "flags: one launch");
   const auto packets = [&](int chunk) {
     return (tables[0].chunk[chunk + 1] - tables[0].chunk[chunk] + tables[0].packet - 1) /
@@ -393,7 +319,7 @@ void a_lost_flag_is_told(bool in_host) {
       for (int64_t r = 0; r < world; ++r) {
         check(node.told[r] == 1 && !later.right(r), "lost: every rank knows");
       }
-      check(later.out[reader].all_nan() && later.lost[reader].all_nan(), "lost: NaN");
+      check(all_nan(later.out[reader]) && all_nan(later.lost[reader]), "lost: NaN");
     }
   }
 }
@@ -406,7 +332,7 @@ void a_missing_rank_is_told(bool in_host) {
     for (int64_t r = 1; r < world; ++r) node.put(call, r);
     check(node.run(1), "missing: the launches end");
     for (int64_t r = 1; r < world; ++r) {
-      check(node.told[r] == 1 && call.out[r].all_nan(), "missing: every other rank knows");
+      check(node.told[r] == 1 && all_nan(call.out[r]), "missing: every other rank knows");
     }
   }
 }
@@ -414,7 +340,7 @@ void a_missing_rank_is_told(bool in_host) {
 void too_many_ranks_are_refused() {
   Call call({33, {{400, 4, 32, 0, 0, 0}}}, 1);
   std::vector<cgx::PeerTableInUnits> tables;
-  check(cgx::peer_tables(call.owned.view(), call.in[0].in(), call.out[0].out(), {}, nullptr,
+  check(cgx::peer_tables(call.problem.owned.view(), call.in[0].in(), call.out[0].out(), {}, nullptr,
                          &tables) == "the number of ranks is 33, must be at most 32",
         "33 ranks are refused");
 }

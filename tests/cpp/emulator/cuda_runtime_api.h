@@ -33,6 +33,16 @@ using cudaEvent_t = emulator::Event*;
 using cudaGraph_t = emulator::Graph*;
 using cudaGraphExec_t = emulator::Graph*;
 
+namespace emulator {
+// A call of CUDA: does `work`, unless a test makes the call fail.
+template <typename Work>
+cudaError_t cuda(Work work) {
+  if (cuda_fails()) return cudaErrorLaunchFailure;
+  work();
+  return cudaSuccess;
+}
+}  // namespace emulator
+
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess                 ? "no error"
          : error == cudaErrorInvalidValue     ? "invalid argument"
@@ -40,52 +50,36 @@ inline const char* cudaGetErrorString(cudaError_t error) {
                                               : "unspecified launch failure";
 }
 inline cudaError_t cudaGetDevice(int* device) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  *device = emulator::device();
-  return cudaSuccess;
+  return emulator::cuda([&] { *device = emulator::device(); });
 }
 inline cudaError_t cudaSetDevice(int device) {
   emulator::set_device(device);
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  *least = *greatest = 0;
-  return cudaSuccess;
+  return emulator::cuda([&] { *least = *greatest = 0; });
 }
 inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  *stream = emulator::make_stream();
-  return cudaSuccess;
+  return emulator::cuda([&] { *stream = emulator::make_stream(); });
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  *event = emulator::make_event();
-  return cudaSuccess;
+  return emulator::cuda([&] { *event = emulator::make_event(); });
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  emulator::record(event, stream);
-  return cudaSuccess;
+  return emulator::cuda([&] { emulator::record(event, stream); });
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  emulator::wait(stream, event);
-  return cudaSuccess;
+  return emulator::cuda([&] { emulator::wait(stream, event); });
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  *value = emulator::processors();
-  return cudaSuccess;
+  return emulator::cuda([&] { *value = emulator::processors(); });
 }
 inline cudaError_t cudaDeviceSynchronize() {
   if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   return emulator::synchronize() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  memset(data, value, bytes);
-  return cudaSuccess;
+  return emulator::cuda([&] { memset(data, value, bytes); });
 }
 inline cudaError_t cudaMemset2D(void* data, size_t pitch, int value, size_t width, size_t rows) {
   if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
@@ -93,9 +87,7 @@ inline cudaError_t cudaMemset2D(void* data, size_t pitch, int value, size_t widt
   return cudaSuccess;
 }
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  memcpy(to, from, bytes);
-  return cudaSuccess;
+  return emulator::cuda([&] { memcpy(to, from, bytes); });
 }
 namespace emulator {
 // All that cudaHostAlloc has given out.
@@ -138,9 +130,7 @@ inline cudaError_t cudaHostUnregister(void*) {
   return cudaSuccess;
 }
 inline cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  *device = host;
-  return cudaSuccess;
+  return emulator::cuda([&] { *device = host; });
 }
 
 // Device memory is host memory. Like real device memory, it lives until it is freed.
@@ -173,9 +163,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  *stream = emulator::make_stream();
-  return cudaSuccess;
+  return emulator::cuda([&] { *stream = emulator::make_stream(); });
 }
 inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (emulator::cuda_fails()) return cudaErrorLaunchFailure;

@@ -168,12 +168,6 @@ Stream* create_stream() {
   return world.streams.back().get();
 }
 
-Event* create_event() {
-  const Lock lock(mutex());
-  world.events.push_back(std::make_unique<Event>());
-  return world.events.back().get();
-}
-
 Stream* make_stream() {
   const Lock lock(mutex());
   ++world.made;
@@ -183,7 +177,8 @@ Stream* make_stream() {
 Event* make_event() {
   const Lock lock(mutex());
   ++world.made;
-  return create_event();
+  world.events.push_back(std::make_unique<Event>());
+  return world.events.back().get();
 }
 
 // Never forgotten, because what a device keeps for later calls has no end.

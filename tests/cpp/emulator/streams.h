@@ -42,7 +42,6 @@ void submit(Stream* stream, Operation operation);
 void submit_kernel(Stream* stream, unsigned blocks, unsigned threads, std::function<void()> body);
 
 Stream* create_stream();  // of the current device
-Event* create_event();
 void record(Event* event, Stream* stream);
 void wait(Stream* stream, Event* event);
 void begin_capture(Stream* stream);

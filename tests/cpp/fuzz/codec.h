@@ -73,6 +73,15 @@ struct Leaves {
     call->attributes["slots"] = slots;
     call->attributes["world"] = world;
   }
+  // Those of a call on the communicator of all ranks.
+  void add_attributes(Call* call, const char* name) const {
+    add_attributes(call);
+    Ints group;
+    for (int64_t r = 0; r < world; ++r) group.push_back(r);
+    call->attributes["groups"] = group;
+    call->attributes["divisor"] = static_cast<float>(world);
+    call->attributes["name"] = std::string(name);
+  }
 
  private:
   // Finds room for the units of a leaf, which may share some with another leaf.

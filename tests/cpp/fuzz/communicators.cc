@@ -11,14 +11,6 @@ namespace {
 
 uint64_t received = 0;
 
-XLA_FFI_Error* request(const XLA_FFI_Collectives_Extension*, XLA_FFI_Communicator_Request_Args*) {
-  return nullptr;
-}
-XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicator_Get_Args* args) {
-  args->communicator = reinterpret_cast<XLA_FFI_Communicator*>(self->state);
-  return nullptr;
-}
-
 const emulator::Comm& comm_of(cgx::NcclComm comm) {
   return *reinterpret_cast<emulator::Comm*>(comm);
 }
@@ -95,11 +87,7 @@ Member::Member(int rank, int world) : comm{rank, world} {
   on_device[device] = &comm;
   stream = emulator::create_stream();
   emulator::set_device(before);
-  extension.extension_base = {
-      XLA_FFI_Collectives_Extension_STRUCT_SIZE, {XLA_FFI_Extension_Collectives, 0, 1}, nullptr};
-  extension.request_communicator = request;
-  extension.get_communicator = get;
-  extension.state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comm);
+  extension = collectives(&comm);
 }
 
 std::string Member::run(const Call& call, XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage) {

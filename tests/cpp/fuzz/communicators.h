@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "fuzz/calls.h"
+#include "handlers/collectives_extension.h"
 #include "streams.h"
-#include "xla/ffi/api/collectives_c_api.h"
 
 namespace fuzz {
 

@@ -1,10 +1,9 @@
 // The handlers for the CPU: the codec's, and those of codes.
-#include "handlers/handlers.h"
-
 #include "cpu/kernels.h"
 #include "cpu/worker_pool.h"
 #include "fuzz/codec.h"
 #include "fuzz/codes.h"
+#include "handlers/handlers.h"
 
 namespace fuzz {
 namespace {

@@ -1,11 +1,10 @@
 // The handlers for CUDA, on emulated devices: the codec's, and those of codes. No handler can check
 // what device memory holds, such as ranks and places.
-#include "handlers/handlers.h"
-
 #include "cuda/codes.h"
 #include "cuda/kernels.h"
 #include "fuzz/codec.h"
 #include "fuzz/codes.h"
+#include "handlers/handlers.h"
 
 namespace fuzz {
 namespace {

@@ -4,7 +4,6 @@
 #define CGX_TESTS_FUZZ_HOSTILE_PORT_H_
 
 #include <cstring>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>

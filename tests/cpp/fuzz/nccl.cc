@@ -36,14 +36,9 @@ Call make(Random& random, cgx::Collective collective, int64_t world) {
   const int64_t segment = random.of<int64_t>({64, 500, 1 << 20});
   call.ret(random, XLA_FFI_DataType_U8,
            {cgx::CudaFused::scratch_bytes(collective, leaves.owned.view(), segment)});
-  leaves.add_attributes(&call);
-  Ints groups;
-  for (int64_t r = 0; r < world; ++r) groups.push_back(r);
-  call.attributes["groups"] = groups;
-  call.attributes["divisor"] = static_cast<float>(world);
+  leaves.add_attributes(&call, "psum_compressed(exchange='nccl')");
   call.attributes["segment_bytes"] = segment;
   call.attributes["streams"] = random.of<int64_t>({1, 1, 2, 3, 8});
-  call.attributes["name"] = std::string("psum_compressed(exchange='nccl')");
   return call;
 }
 

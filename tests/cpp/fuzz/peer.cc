@@ -15,14 +15,9 @@ Call make(Random& random, int64_t world, bool in_host, bool damaged) {
   leaves.add_units(random, &call);
   leaves.add_rets(random, &call);
   if (random.chance(2)) leaves.add_rets(random, &call);
-  leaves.add_attributes(&call);
-  Ints groups;
-  for (int64_t r = 0; r < world; ++r) groups.push_back(r);
-  call.attributes["groups"] = groups;
-  call.attributes["divisor"] = static_cast<float>(world);
+  leaves.add_attributes(&call, "psum_compressed(exchange='peer')");
   call.attributes["in_host"] = int64_t{in_host};
   call.attributes["timeout_ms"] = int64_t{300'000};
-  call.attributes["name"] = std::string("psum_compressed(exchange='peer')");
   if (damaged) damage(random, &call);
   return call;
 }

@@ -2,13 +2,11 @@
 // below the handlers is emulated. For a batch they must write what the CPU kernels write.
 #include "cuda/codes.h"
 
-#include <algorithm>
-
 #include "cases.h"
 #include "cpu/kernels.h"
 #include "cpu/select.h"
-#include "handlers/handlers.h"
 #include "handlers/frames.h"
+#include "handlers/handlers.h"
 
 namespace {
 
@@ -35,9 +33,7 @@ std::string qsgd(const Inputs& in, int64_t bucket_size, std::vector<uint8_t>* ou
       .attr("bucket_size", bucket_size)
       .attr("levels", int64_t{7})
       .attr("l2", int64_t{1});
-  XLA_FFI_InvokeContext context;
-  return frame.call(handler_of(cgx::cuda_handlers(), "cgx_qsgd"), XLA_FFI_ExecutionStage_EXECUTE,
-                    &context);
+  return execute(cgx::cuda_handlers(), "cgx_qsgd", frame);
 }
 
 void levels(const Inputs& in) {
@@ -78,9 +74,7 @@ void largest_of_buckets(const Inputs& in) {
       .ret(XLA_FFI_DataType_F32, got.data(), {kBatch, kCount})
       .attr("bucket_size", kBucket)
       .attr("keep", kKeep);
-  XLA_FFI_InvokeContext context;
-  const std::string said = frame.call(handler_of(cgx::cuda_handlers(), "cgx_largest_of_buckets"),
-                                      XLA_FFI_ExecutionStage_EXECUTE, &context);
+  const std::string said = execute(cgx::cuda_handlers(), "cgx_largest_of_buckets", frame);
   check(said.empty() && got_at == at && got == taken, "the largest of buckets");
 }
 
@@ -112,9 +106,7 @@ void selection(const Inputs& in) {
           .ret(XLA_FFI_DataType_U32, scratch.data(), {words})
           .attr("count", kCount);
       if (sampled) frame.attr("stride", kStride).attr("rank", kRank);
-      XLA_FFI_InvokeContext context;
-      return frame.call(handler_of(cgx::cuda_handlers(), target), XLA_FFI_ExecutionStage_EXECUTE,
-                        &context);
+      return execute(cgx::cuda_handlers(), target, frame);
     };
     check(select(cgx::kScratchWords).empty() && got_at == at && got == taken, target);
     check(select(cgx::kScratchWords + 1) == target + ": size of scratch is 6147, expected 6146",

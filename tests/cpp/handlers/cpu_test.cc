@@ -1,12 +1,11 @@
 // Calls of the CPU handlers that nobody should make; the fuzzer found most of them. Each is refused
 // with an error that names the value and its limit, or has nothing to do and ends at once.
-#include "handlers/handlers.h"
-
 #include <functional>
 #include <vector>
 
 #include "cases.h"
 #include "handlers/frames.h"
+#include "handlers/handlers.h"
 
 namespace {
 
@@ -96,9 +95,7 @@ int main() {
   for (const auto& c : kCalls) {
     Frame frame;
     c.fill(&frame);
-    XLA_FFI_InvokeContext context;
-    const std::string said = frame.call(handler_of(cgx::cpu_handlers(), c.target),
-                                        XLA_FFI_ExecutionStage_EXECUTE, &context);
+    const std::string said = execute(cgx::cpu_handlers(), c.target, frame);
     const std::string expected = *c.says ? std::string(c.target) + ": " + c.says : "";
     check(said.find(expected) == 0 && said.empty() == expected.empty(),
           std::string(c.target) + ": expected '" + expected + "', got '" + said + "'");

@@ -1,30 +1,26 @@
 // The CUDA handlers of the codec, driven by handmade call frames like those that XLA makes.
 // Everything below the handlers is emulated. Needs the FFI headers of a jaxlib with the collectives
 // extension.
-#include "handlers/handlers.h"
-
 #include <algorithm>
 
 #include "cases.h"
 #include "cpu/kernels.h"
 #include "handlers/frames.h"
+#include "handlers/handlers.h"
 
 namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-bool has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1,
                   kSlotSegment = 7;
-constexpr int64_t kNearest = 0, kCorrelated = 2;
+constexpr int64_t kCorrelated = 2;
 
-void with_layout(Frame& frame, int64_t rounding, int64_t bits = kBits, int64_t columns = 0) {
+void with_layout(Frame& frame, int64_t rounding, int64_t bits = kBits, int64_t columns = 0,
+                 int64_t first_column = 0, int64_t bucket = kBucket) {
   frame
-      .attr("slots", std::vector<int64_t>{bits, kBucket, rounding, 0, kRotation, kSlotSegment,
-                                          columns, 0, 0})
+      .attr("slots", std::vector<int64_t>{bits, bucket, rounding, 0, kRotation, kSlotSegment,
+                                          columns, 0, first_column})
       .attr("world", kWorld);
 }
 
@@ -51,53 +47,42 @@ void codec() {
   std::vector<float> scratch(owned.scratch_values());
   cpu.encode({layout, {&in, &dtype}, {}, key, rank, expected.data(), scratch.data()}, 0,
              layout.total_bytes());
-  XLA_FFI_InvokeContext context;
-  const auto encode = [&](XLA_FFI_DataType type, int64_t bytes, int64_t bits, int64_t columns = 0) {
-    Frame frame;
-    frame.arg(XLA_FFI_DataType_U32, key, {2})
-        .arg(XLA_FFI_DataType_S32, &rank, {})
-        .arg(type, x.data(), {kValues})
-        .ret(XLA_FFI_DataType_U8, payload.data(), {kWorld, bytes});
-    with_layout(frame, kCorrelated, bits, columns);
-    return frame.call(handler_of(cgx::cuda_handlers(), "cgx_encode"),
-                      XLA_FFI_ExecutionStage_EXECUTE, &context);
-  };
-  check(encode(XLA_FFI_DataType_F32, row, kBits).empty(), "codec: encode");
-  check(payload == expected, "codec: payload");
-  check(has(encode(XLA_FFI_DataType_F32, row - 4, kBits), "cgx_encode: size of payload is"),
-        "codec: a payload of another size is refused");
-  check(has(encode(XLA_FFI_DataType_S32, row, kBits), "must be f32, bf16 or f16"),
-        "codec: another dtype is refused");
-  check(has(encode(XLA_FFI_DataType_F32, row, 9), "bits of leaf 0 is 9, must be in [1, 8]"),
-        "codec: nine bits are refused");
-  check(has(encode(XLA_FFI_DataType_F32, row, kBits, 1),
-            "cgx_encode: number of operands is 1, must be at least 2, the leaves and their units"),
-        "codec: missing units are refused");
   constexpr int64_t kRows = 20, kColumns = 50, kCount = kRows + kColumns;
   std::vector<float> factors(2 * kCount);
   for (float& f : factors) f = normal(rng);
-  const auto encode_in_units = [&](int64_t bucket) {
+  struct How {
+    int64_t bytes, bits = kBits, bucket = kBucket;
+    bool has_units = false, gives_units = false;
+    XLA_FFI_DataType type = XLA_FFI_DataType_F32;
+  };
+  const auto encode = [&](const How& how) {
     Frame frame;
     frame.arg(XLA_FFI_DataType_U32, key, {2})
         .arg(XLA_FFI_DataType_S32, &rank, {})
-        .arg(XLA_FFI_DataType_F32, x.data(), {kValues})
-        .arg(XLA_FFI_DataType_F32, factors.data(), {2, kCount})
-        .ret(XLA_FFI_DataType_U8, payload.data(), {kWorld, row})
-        .attr("slots", std::vector<int64_t>{kBits, bucket, kCorrelated, 0, kRotation, kSlotSegment,
-                                            kColumns, 0, kRows})
-        .attr("world", kWorld);
-    return frame.call(handler_of(cgx::cuda_handlers(), "cgx_encode"),
-                      XLA_FFI_ExecutionStage_EXECUTE, &context);
+        .arg(how.type, x.data(), {kValues})
+        .ret(XLA_FFI_DataType_U8, payload.data(), {kWorld, how.bytes});
+    if (how.gives_units) frame.arg(XLA_FFI_DataType_F32, factors.data(), {2, kCount});
+    with_layout(frame, kCorrelated, how.bits, how.has_units ? kColumns : 0, kRows, how.bucket);
+    return execute(cgx::cuda_handlers(), "cgx_encode", frame);
   };
+  check(encode({row}).empty(), "codec: encode");
+  check(payload == expected, "codec: payload");
+  const std::pair<How, const char*> refused[] = {
+      {{row - 4}, "cgx_encode: size of payload is"},
+      {{row, kBits, kBucket, false, false, XLA_FFI_DataType_S32}, "must be f32, bf16 or f16"},
+      {{row, 9}, "bits of leaf 0 is 9, must be in [1, 8]"},
+      {{row, kBits, kBucket, true},
+       "cgx_encode: number of operands is 1, must be at least 2, the leaves and their units"},
+      {{row, kBits, 1024, true, true},
+       "bucket_size of leaf 0 is 1024, must be at most 512 with units"}};
+  for (const auto& [how, says] : refused) check(has(encode(how), says), says);
   const cgx::LeafUnits units{factors.data(), factors.data() + kRows, kColumns, kCount};
   Bytes in_units(kWorld * row);
   cpu.encode({layout, {&in, &dtype}, {}, key, rank, in_units.data(), scratch.data(), &units}, 0,
              layout.total_bytes());
-  check(encode_in_units(kBucket).empty(), "codec: encode in units");
+  check(encode({row, kBits, kBucket, true, true}).empty(), "codec: encode in units");
   check(payload == in_units && payload != expected, "codec: payload in units");
-  check(has(encode_in_units(1024), "bucket_size of leaf 0 is 1024, must be at most 512 with units"),
-        "codec: long buckets in units are refused");
-  check(encode(XLA_FFI_DataType_F32, row, kBits).empty() && payload == expected, "codec: again");
+  check(encode({row}).empty() && payload == expected, "codec: again");
 
   std::vector<float> lost(kValues, 7.0f), expected_lost = lost, elsewhere = lost;
   void* const expected_residual = expected_lost.data();
@@ -122,8 +107,7 @@ void codec() {
     frame.ret(XLA_FFI_DataType_U8, chunk.data(), {row}).attr("divisor", 3.0f);
     if (filled) frame.ret(XLA_FFI_DataType_F32, filled, {kValues});
     with_layout(frame, kCorrelated);
-    return frame.call(handler_of(cgx::cuda_handlers(), "cgx_reduce"),
-                      XLA_FFI_ExecutionStage_EXECUTE, &context);
+    return execute(cgx::cuda_handlers(), "cgx_reduce", frame);
   };
   check(reduce(nullptr, nullptr).empty(), "codec: reduce");
   check(chunk == expected_chunk, "codec: chunk");

@@ -258,13 +258,15 @@ class Frame {
   return metadata.traits & XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
 }
 
-// The handler of a target; null if there is none.
-[[maybe_unused]] XLA_FFI_Handler* handler_of(const std::vector<cgx::Handler>& all,
-                                             const std::string& target) {
+// Calls the handler of a target. Returns its error, or "".
+[[maybe_unused]] std::string execute(const std::vector<cgx::Handler>& all,
+                                     const std::string& target, Frame& frame,
+                                     XLA_FFI_InvokeContext context = {}) {
   for (const cgx::Handler& handler : all) {
-    if (handler.target == target) return handler.call;
+    if (handler.target != target) continue;
+    return frame.call(handler.call, XLA_FFI_ExecutionStage_EXECUTE, &context);
   }
-  return nullptr;
+  return "no handler of " + target;
 }
 
 }  // namespace

@@ -40,8 +40,7 @@ int64_t runs = 0;
 std::string call(Frame& frame, const std::string& target) {
   XLA_FFI_InvokeContext context;
   context.run = ++runs;
-  return frame.call(handler_of(cgx::mpi_handlers(), target), XLA_FFI_ExecutionStage_EXECUTE,
-                    &context);
+  return execute(cgx::mpi_handlers(), target, frame, context);
 }
 
 // Either way, a row's unit is 1/2 and a column's 2.

@@ -3,24 +3,18 @@
 // collectives extension.
 #include "handlers/nccl.h"
 
-#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "cases.h"
 #include "cpu/kernels.h"
-#include "handlers/frames.h"
+#include "handlers/collectives_extension.h"
 #include "nccl.h"
 #include "nccl/fused.h"
-#include "xla/ffi/api/collectives_c_api.h"
 
 namespace {
 
 using Bytes = std::vector<uint8_t>;
-
-bool has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1,
                   kSlotSegment = 7;
@@ -28,7 +22,7 @@ constexpr int64_t kNearest = 0;
 constexpr int kSuccess = cgx::NcclLibrary::kSuccess;
 
 emulator::Comm comms[kWorld];
-int comm_count, comm_state;
+int comm_state;
 
 // How NCCL fails.
 struct Failure {
@@ -82,14 +76,6 @@ XLA_FFI_Error* request(const XLA_FFI_Collectives_Extension*,
     }
   }
   requests.push_back(text);
-  return nullptr;
-}
-
-XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicator_Get_Args* args) {
-  if (!self->state) {
-    return new XLA_FFI_Error{"no clique", XLA_FFI_Error_Code_FAILED_PRECONDITION};
-  }
-  args->communicator = reinterpret_cast<XLA_FFI_Communicator*>(self->state);
   return nullptr;
 }
 
@@ -201,7 +187,6 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
   static int64_t communicator = 0;  // negative: no communicator that is split has such a number
   --communicator;
   requests.clear();
-  comm_count = options.count;
   comm_state = options.state;
   const Arrays in = operands(call.rows_in);
   out->assign(kWorld, std::vector<float>(call.rows_out * kValues, NAN));
@@ -217,12 +202,9 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
   XLA_FFI_InvokeContext contexts[kWorld];
   std::vector<Frame> frames(kWorld);
   for (int r = 0; r < kWorld; ++r) {
-    comms[r] = {r, static_cast<int>(kWorld), communicator, communicator};
-    extensions[r].extension_base = {XLA_FFI_Collectives_Extension_STRUCT_SIZE,
-                                    {XLA_FFI_Extension_Collectives, options.major, options.minor},
-                                    nullptr};
+    comms[r] = {r, options.count, communicator, communicator};
+    extensions[r] = collectives(nullptr, options.major, options.minor);
     extensions[r].request_communicator = request;
-    extensions[r].get_communicator = get;
     contexts[r].device = devices.number[r];
     contexts[r].stream = devices.stream[r];
     if (options.extension) contexts[r].extension = &extensions[r].extension_base;
@@ -415,28 +397,30 @@ void fused_calls() {
   }
   const struct {
     const char* says;
-    Options options;
+    void (*change)(Options&);
   } refused[] = {
-      {"Extension version mismatch", {1, 0}},
-      {"Collectives not found", {0, 2, false}},
-      {"no clique", {0, 2, true, false}},
+      {"Extension version mismatch", [](Options& o) { o.major = 1, o.minor = 0; }},
+      {"Collectives not found", [](Options& o) { o.extension = false; }},
+      {"no clique", [](Options& o) { o.clique = false; }},
       {"over axis 'data': the stage Initialize of this call has not run on its device",
-       {0, 2, true, true, false}},
-      {"size of the communicator is 3, expected 2", {0, 2, true, true, true, 3}},
-      {"the communicator has failed: internal error", {0, 2, true, true, true, 2, 3}},
-      {"over axis 'data': ncclGroupStart: internal", {0, 2, true, true, true, 2, 0, 0}},
-      {"over axis 'data': ncclSend: internal error", {0, 2, true, true, true, 2, 0, 1}},
-      {"over axis 'data': ncclRecv: internal error", {0, 2, true, true, true, 2, 0, 2}},
-      {"over axis 'data': ncclGroupEnd: internal error", {0, 2, true, true, true, 2, 0, 3}},
-      {"world is 0, must be in [1, 2^20]", {0, 2, true, true, true, 2, 0, -1, 0}},
+       [](Options& o) { o.initialize = false; }},
+      {"size of the communicator is 3, expected 2", [](Options& o) { o.count = 3; }},
+      {"the communicator has failed: internal error", [](Options& o) { o.state = 3; }},
+      {"over axis 'data': ncclGroupStart: internal", [](Options& o) { o.failing = 0; }},
+      {"over axis 'data': ncclSend: internal error", [](Options& o) { o.failing = 1; }},
+      {"over axis 'data': ncclRecv: internal error", [](Options& o) { o.failing = 2; }},
+      {"over axis 'data': ncclGroupEnd: internal error", [](Options& o) { o.failing = 3; }},
+      {"world is 0, must be in [1, 2^20]", [](Options& o) { o.world = 0; }},
       {"size of groups is 3, must be a positive multiple of world, 2",
-       {0, 2, true, true, true, 2, 0, -1, kWorld, {0, 1, 2}}},
+       [](Options& o) { o.groups = {0, 1, 2}; }},
       {"size of groups is 0, must be a positive multiple of world, 2",
-       {0, 2, true, true, true, 2, 0, -1, kWorld, {}}},
+       [](Options& o) { o.groups = {}; }},
   };
   for (const Fused& call : kFused) {
     for (const auto& c : refused) {
-      const std::string said = fused(call, c.options, &out);
+      Options options;
+      c.change(options);
+      const std::string said = fused(call, options, &out);
       check(has(said, c.says),
             std::string(call.name) + ": expected '" + c.says + "', got '" + said + "'");
     }
@@ -581,55 +565,20 @@ void messages_are_not_recorded() {
 namespace cgx {
 
 const NcclLibrary* nccl_library(std::string*) {
+  static const NcclLibrary emulated = emulator::nccl();
   static const NcclLibrary library = [] {
-    static const NcclLibrary emulated = emulator::nccl();
+    emulator::intercept = [](const char* call) { return result_of(call); };
     NcclLibrary l = emulated;
     l.get_error_string = error_string;
-    l.comm_count = [](NcclComm, int* count) {
-      *count = comm_count;
-      return result_of("ncclCommCount");
-    };
-    l.comm_user_rank = [](NcclComm comm, int* rank) {
-      *rank = emulator::comm_of(comm)->rank;
-      return result_of("ncclCommUserRank");
-    };
     l.comm_get_async_error = [](NcclComm, int* state) {
       const char* const pending = std::exchange(nccl.pending, nullptr);
       const int result = result_of(pending ? pending : "ncclCommGetAsyncError", /*asks=*/true);
       *state = nccl.failure.later && result != kSuccess ? result : comm_state;
       return nccl.failure.later ? kSuccess : result;
     };
-    l.group_start = [] {
-      const int result = result_of("ncclGroupStart");
-      return result == kSuccess ? emulator::group_start() : result;
-    };
-    l.group_end = [] {
-      const int result = result_of("ncclGroupEnd");
-      if (result == kSuccess) return in_progress("ncclGroupEnd", emulator::group_end());
-      emulator::drop_group();
-      return result;
-    };
-    l.send = [](const void* data, size_t count, int type, int peer, NcclComm comm,
-                cudaStream_t stream) {
-      const int result = result_of("ncclSend");
-      return result == kSuccess ? emulated.send(data, count, type, peer, comm, stream) : result;
-    };
-    l.recv = [](void* data, size_t count, int type, int peer, NcclComm comm, cudaStream_t stream) {
-      const int result = result_of("ncclRecv");
-      return result == kSuccess ? emulated.recv(data, count, type, peer, comm, stream) : result;
-    };
+    l.group_end = [] { return in_progress("ncclGroupEnd", emulated.group_end()); };
     l.comm_split = [](NcclComm from, int color, int key, NcclComm* made, NcclConfig* config) {
-      const int result = result_of("ncclCommSplit");
-      if (result != kSuccess) return result;
       return in_progress("ncclCommSplit", emulated.comm_split(from, color, key, made, config));
-    };
-    l.op_create = [](int* op, void* scalar, int type, int residence, NcclComm comm) {
-      const int result = result_of("ncclRedOpCreatePreMulSum");
-      return result == kSuccess ? emulated.op_create(op, scalar, type, residence, comm) : result;
-    };
-    l.op_destroy = [](int op, NcclComm comm) {
-      const int result = result_of("ncclRedOpDestroy");
-      return result == kSuccess ? emulated.op_destroy(op, comm) : result;
     };
     return l;
   }();

@@ -11,18 +11,13 @@
 #include <thread>
 
 #include "cases.h"
-#include "handlers/frames.h"
+#include "handlers/collectives_extension.h"
 #include "handlers/nccl.h"
 #include "nccl.h"
 #include "nccl/library.h"
 #include "nccl/shared_memory.h"
-#include "xla/ffi/api/collectives_c_api.h"
 
 namespace {
-
-bool has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 constexpr int kWorld = 2;
 constexpr int64_t kBucket = 64;
@@ -48,6 +43,8 @@ std::mutex nccl_mutex;  // ranks have threads while they make windows
 // The result of a call: `otherwise`, unless all calls fail by now.
 int result_of(const char* call, int otherwise = cgx::NcclLibrary::kSuccess) {
   const std::lock_guard<std::mutex> lock(nccl_mutex);
+  // If this were the first call that fails, the communicator would count as a new one.
+  if (std::strcmp(call, "ncclRedOpDestroy") == 0) return nccl.failed.empty() ? otherwise : 6;
   if (nccl.from < 0 || nccl.calls++ < nccl.from) return otherwise;
   if (nccl.failed.empty()) nccl.failed = call;
   return 6;  // ncclRemoteError
@@ -63,14 +60,6 @@ void renew_communicators() {
     comms[r] = {r, kWorld, comms[r].number + 1};
     nccl.made[r] = nccl.gone;
   }
-}
-
-XLA_FFI_Error* request(const XLA_FFI_Collectives_Extension*, XLA_FFI_Communicator_Request_Args*) {
-  return nullptr;
-}
-XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicator_Get_Args* args) {
-  args->communicator = reinterpret_cast<XLA_FFI_Communicator*>(self->state);
-  return nullptr;
 }
 
 // Both ranks' calls, each on its own device.
@@ -90,12 +79,7 @@ struct Ranks {
       devices.push_back(++last);
       emulator::set_device(last);
       streams.push_back(emulator::create_stream());
-      extensions[r].extension_base = {XLA_FFI_Collectives_Extension_STRUCT_SIZE,
-                                      {XLA_FFI_Extension_Collectives, 0, 1},
-                                      nullptr};
-      extensions[r].request_communicator = request;
-      extensions[r].get_communicator = get;
-      extensions[r].state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comms[r]);
+      extensions[r] = collectives(&comms[r]);
       contexts[r].device = last;
       contexts[r].stream = streams[r];
       contexts[r].extension = &extensions[r].extension_base;
@@ -220,43 +204,26 @@ void sums() {
 void refused() {
   const struct {
     const char* says;
-    Options options;
-    bool windows, maps;
-    int allocated, registered, found;
+    void (*change)(Options&);
   } cases[] = {
-      {"has no ncclGetPeerDevicePointer; it needs NCCL 2.29", {}, false, true, 0, 0, 0},
-      {"ncclMemAlloc of a window of ", {}, true, true, 3, 0, 0},
-      {"ncclCommWindowRegister: internal error", {}, true, true, 0, 3, 0},
-      {"ncclGetPeerDevicePointer: internal error", {}, true, true, 0, 0, 3},
+      {"has no ncclGetPeerDevicePointer; it needs NCCL 2.29",
+       [](Options&) { nccl.windows = false; }},
+      {"ncclMemAlloc of a window of ", [](Options&) { nccl.allocated = 3; }},
+      {"ncclCommWindowRegister: internal error", [](Options&) { nccl.registered = 3; }},
+      {"ncclGetPeerDevicePointer: internal error", [](Options&) { nccl.found = 3; }},
       {"rank 0 has no access to the memory of rank 0; it needs all ranks in one node",
-       {},
-       true,
-       false,
-       0,
-       0,
-       0},
+       [](Options&) { nccl.maps = false; }},
       {"the stage Initialize of this call has not run on its device",
-       {1000, 4, 0, false, false, 1},
-       true,
-       true,
-       0,
-       0,
-       0},
-      {"in_host is 2, must be 0 or 1",
-       {1000, 4, 0, false, true, 1, 300'000, 0, kWorld, false, 2},
-       true,
-       true,
-       0,
-       0,
-       0},
-      {"size of keys is 2, expected 4", {1000, 2, 0, false, true, 1}, true, true, 0, 0, 0},
-      {"result leaf 0 has 1001 values", {1000, 4, 1, false, true, 1}, true, true, 0, 0, 0},
+       [](Options& o) { o.initialize = false; }},
+      {"in_host is 2, must be 0 or 1", [](Options& o) { o.in_host = 2; }},
+      {"size of keys is 2, expected 4", [](Options& o) { o.keys = 2; }},
+      {"result leaf 0 has 1001 values", [](Options& o) { o.more_out = 1; }},
   };
   for (const auto& c : cases) {
     Ranks ranks;
-    nccl.windows = c.windows, nccl.maps = c.maps;
-    nccl.allocated = c.allocated, nccl.registered = c.registered, nccl.found = c.found;
-    const std::string said = call(ranks, c.options);
+    Options options;
+    c.change(options);
+    const std::string said = call(ranks, options);
     check(has(said, "psum_compressed(exchange='peer') over axis 'data': ") && has(said, c.says),
           std::string("expected '") + c.says + "', got '" + said + "'");
   }
@@ -414,52 +381,7 @@ void a_rank_has_until_the_timeout() {
 namespace cgx {
 
 NcclLibrary make_library(bool windows) {
-  static const NcclLibrary emulated = emulator::nccl();
-  NcclLibrary library = emulated;
-  library.get_error_string = [](int) { return "internal error"; };
-  library.comm_count = [](NcclComm, int* count) {
-    *count = kWorld;
-    return result_of("ncclCommCount");
-  };
-  library.comm_user_rank = [](NcclComm comm, int* rank) {
-    *rank = reinterpret_cast<emulator::Comm*>(comm)->rank;
-    return result_of("ncclCommUserRank");
-  };
-  library.comm_get_async_error = [](NcclComm, int* state) {
-    *state = NcclLibrary::kSuccess;
-    return result_of("ncclCommGetAsyncError");
-  };
-  library.op_create = [](int* op, void* scalar, int type, int residence, NcclComm comm) {
-    emulated.op_create(op, scalar, type, residence, comm);
-    return result_of("ncclRedOpCreatePreMulSum");
-  };
-  library.op_destroy = [](int op, NcclComm comm) {
-    // If this is the first call that fails, the communicator counts as a new one.
-    const std::lock_guard<std::mutex> lock(nccl_mutex);
-    return nccl.failed.empty() ? emulated.op_destroy(op, comm) : 6;
-  };
-  library.group_start = [] {
-    const int result = result_of("ncclGroupStart");
-    return result == NcclLibrary::kSuccess ? emulator::group_start() : result;
-  };
-  library.group_end = [] {
-    const int result = result_of("ncclGroupEnd");
-    if (result != NcclLibrary::kSuccess) emulator::drop_group();
-    return result == NcclLibrary::kSuccess ? emulator::group_end() : result;
-  };
-  library.send = [](const void* data, size_t bytes, int, int peer, NcclComm comm,
-                    cudaStream_t stream) {
-    const int result = result_of("ncclSend");
-    return result == NcclLibrary::kSuccess
-               ? emulator::send(data, bytes, peer, emulator::comm_of(comm), stream)
-               : result;
-  };
-  library.recv = [](void* data, size_t bytes, int, int peer, NcclComm comm, cudaStream_t stream) {
-    const int result = result_of("ncclRecv");
-    return result == NcclLibrary::kSuccess
-               ? emulator::recv(data, bytes, peer, emulator::comm_of(comm), stream)
-               : result;
-  };
+  NcclLibrary library = emulator::nccl();
   if (!windows) return library;
   library.mem_alloc = [](void** memory, size_t bytes) {
     const int rank = (emulator::device() - 1) % kWorld;
@@ -487,6 +409,7 @@ NcclLibrary make_library(bool windows) {
 
 const NcclLibrary* nccl_library(std::string*) {
   static const NcclLibrary library = make_library(true), old = make_library(false);
+  emulator::intercept = [](const char* call) { return result_of(call); };
   return nccl.windows ? &library : &old;
 }
 

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "messages/call.h"
 #include "messages/port.h"
 
 namespace {
@@ -101,6 +102,54 @@ class FakePort : public cgx::Port {
   const int64_t rank_;
   std::vector<int64_t> done_;
 };
+
+// Runs calls on virtual ranks. Every rank starts all of them in its own order, by start(rank, call,
+// the rank's memory). Then messages and ranks advance at random, and over(call) sees each call that
+// is done. Returns what goes wrong, or "".
+template <typename Start, typename Over>
+[[maybe_unused]] std::string run_in_any_order(Network& network, int64_t world, size_t calls,
+                                              std::mt19937& rng, Start start, Over over) {
+  std::vector<cgx::BufferPool> buffers(world);
+  std::vector<std::vector<std::unique_ptr<cgx::Call>>> active(world);
+  std::vector<std::vector<size_t>> waiting(world);
+  for (auto& order : waiting) {
+    for (size_t j = 0; j < calls; ++j) order.push_back(j);
+    std::shuffle(order.begin(), order.end(), rng);
+  }
+  int64_t idle = 0, left = world * static_cast<int64_t>(calls);
+  while (left > 0 && idle < 100000) {
+    ++idle;
+    if (rng() % 2 && network.deliver()) idle = 0;
+    const int64_t r = rng() % world;
+    if (!waiting[r].empty() && rng() % 3 == 0) {
+      active[r].push_back(start(r, waiting[r].back(), buffers[r]));
+      waiting[r].pop_back();
+    }
+    for (size_t i = 0; i < active[r].size(); ++i) {
+      cgx::Call& call = *active[r][i];
+      if (call.advance()) idle = 0;
+      if (!call.error().empty()) return call.error();
+      if (!call.done()) continue;
+      over(call);
+      call.release(buffers[r]);
+      active[r].erase(active[r].begin() + i--);
+      --left;
+    }
+  }
+  if (left > 0) return std::to_string(left) + " calls never end";
+  return network.empty() && !network.mismatched ? "" : "a message is not sent and received once";
+}
+
+// Lets messages and calls advance until all calls are done. Returns whether they are.
+template <typename Calls>
+[[maybe_unused]] bool finish(Network& network, const Calls& calls) {
+  const auto done = [](const auto& call) { return call->done(); };
+  for (int i = 0; i < 1000000 && !std::all_of(calls.begin(), calls.end(), done); ++i) {
+    network.deliver();
+    for (auto& call : calls) call->advance();
+  }
+  return std::all_of(calls.begin(), calls.end(), done);
+}
 
 // Peers that take everything and say nothing.
 class SilentPort : public cgx::Port {

@@ -49,45 +49,24 @@ struct Job {
   std::vector<Bytes> inputs, outputs;
 };
 
-// Every rank starts the calls in its own order. Then messages and ranks advance at random.
 void run(const std::vector<Case>& cases, int64_t world, const cgx::CallSettings& settings,
          const std::string& name, uint32_t seed) {
   std::mt19937 rng(seed);
   Network network(seed + 1);
-  std::vector<cgx::BufferPool> buffers(world);
   std::vector<std::unique_ptr<Job>> jobs;
   for (size_t j = 0; j < cases.size(); ++j) {
     jobs.push_back(
         std::make_unique<Job>(cases[j], world, static_cast<int>(j) * cgx::kCallTags, rng));
   }
-  std::vector<std::vector<std::unique_ptr<cgx::Call>>> active(world);
-  std::vector<std::vector<size_t>> waiting(world);
-  for (auto& order : waiting) {
-    for (size_t j = 0; j < jobs.size(); ++j) order.push_back(j);
-    std::shuffle(order.begin(), order.end(), rng);
-  }
-  int64_t idle = 0, left = world * static_cast<int64_t>(jobs.size());
-  while (left > 0 && idle < 100000) {
-    ++idle;
-    if (rng() % 2 && network.deliver()) idle = 0;
-    const int64_t r = rng() % world;
-    if (!waiting[r].empty() && rng() % 3 == 0) {
-      active[r].push_back(jobs[waiting[r].back()]->start(r, network, settings, buffers[r]));
-      waiting[r].pop_back();
-      idle = 0;
-    }
-    for (size_t i = 0; i < active[r].size(); ++i) {
-      if (active[r][i]->advance()) idle = 0;
-      if (!active[r][i]->error().empty()) return check(false, name + active[r][i]->error());
-      if (!active[r][i]->done()) continue;
-      check(active[r][i]->awaited().empty(), name + "awaits nothing once it is done");
-      active[r][i]->release(buffers[r]);
-      active[r].erase(active[r].begin() + i--);
-      --left;
-    }
-  }
-  check(left == 0, name + "finishes");
-  check(network.empty() && !network.mismatched, name + "every message is sent and received once");
+  const std::string wrong = run_in_any_order(
+      network, world, jobs.size(), rng,
+      [&](int64_t rank, size_t job, cgx::BufferPool& buffers) {
+        return jobs[job]->start(rank, network, settings, buffers);
+      },
+      [&](const cgx::Call& call) {
+        check(call.awaited().empty(), name + "awaits nothing once it is done");
+      });
+  if (!wrong.empty()) return check(false, name + wrong);
   for (const auto& job : jobs) {
     bool same = true;
     for (int64_t r = 0; r < world; ++r) same &= job->outputs[r] == job->expected(r);
@@ -107,12 +86,7 @@ void memory() {
   peak = before;
   std::vector<std::unique_ptr<cgx::Call>> calls;
   for (int64_t r = 0; r < world; ++r) calls.push_back(job.start(r, network, settings, buffers[r]));
-  const auto done = [](const auto& call) { return call->done(); };
-  for (int i = 0; i < 1000000 && !std::all_of(calls.begin(), calls.end(), done); ++i) {
-    network.deliver();
-    for (auto& call : calls) call->advance();
-  }
-  check(std::all_of(calls.begin(), calls.end(), done), "memory: finishes");
+  check(finish(network, calls), "memory: finishes");
   const int64_t each = (peak - before) / world;
   const int64_t windows = 2 * world * settings.window * settings.segment_bytes;
   check(each >= windows && each <= windows + 4 * settings.segment_bytes,
@@ -134,7 +108,7 @@ void disagreement(const Case& own, const Case& others, const std::string& name) 
     first->advance(), second->advance();
   }
   for (const auto* call : {first.get(), second.get()}) {
-    check(call->error().find("is in another call") != std::string::npos, name + " is refused");
+    check(has(call->error(), "is in another call"), name + " is refused");
     check(!call->done(), name + " is never done");
   }
   const auto untouched = [](const Bytes& out, int64_t from, int64_t bytes) {

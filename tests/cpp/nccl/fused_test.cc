@@ -1,7 +1,7 @@
 // The fused calls on CUDA, all ranks in this process. The calls' own schedule, streams and kernels
 // run on emulated streams, whose order a seed chooses. The results are compared with the steps of
 // the xla exchange on the CPU kernels, byte for byte.
-#include "problem.h"
+#include "nccl/ranks.h"
 
 namespace {
 
@@ -67,40 +67,10 @@ void every_wait_is_needed() {
       const Problem problem(collective, {{whole ? 768 : 256, 4, 64, 0, 0}}, world, 1.0f, residual,
                             cgx::DType::kF32, /*zeros=*/false);
       const int64_t segment_bytes = 45;
-      check(bool(outcome(problem, {segment_bytes, 2})), name + ": all waits");
-      const int64_t count = emulator::waits();
+      const int64_t count = every_wait_is_needed(problem, segment_bytes, 1, name);
       check(count >= (whole ? 4 : 2) * 4 * world, name + ": several segments");
-      for (int64_t wait = 0; wait < count; ++wait) {
-        bool caught = false;
-        for (uint64_t seed = 1; seed <= 60 && !caught; ++seed) {
-          caught = !outcome(problem, {segment_bytes, seed, 1, wait});
-        }
-        check(caught, name + " of world " + std::to_string(world) + ": nothing misses wait " +
-                          std::to_string(wait) + " of " + std::to_string(count));
-      }
     }
   }
-}
-
-// A nonblocking communicator is asked until its messages are on the stream.
-void waits_for_communicators_that_do_not_block() {
-  static int pending = 0, asked = 0;
-  const auto collective = cgx::Collective::kAllReduce;
-  const Problem problem(collective, leaves(collective, 0), 2, 1.0f);
-  cgx::NcclLibrary& nccl = emulated_nccl();
-  const cgx::NcclLibrary blocking = nccl;
-  nccl.group_end = [] {
-    pending = 3;
-    return emulator::group_end() == 0 ? cgx::NcclLibrary::kInProgress : 1;
-  };
-  nccl.comm_get_async_error = [](cgx::NcclComm, int* state) {
-    ++asked;
-    *state = pending-- > 0 ? cgx::NcclLibrary::kInProgress : cgx::NcclLibrary::kSuccess;
-    return cgx::NcclLibrary::kSuccess;
-  };
-  check(bool(outcome(problem, {100})), "a communicator that does not block");
-  check(asked > 0 && asked % 4 == 0, "is asked until it is done");
-  nccl = blocking;
 }
 
 // A communicator may put its messages on the stream late. However late that is, the call is over
@@ -199,7 +169,6 @@ int main() {
   equals_the_steps();
   multiplies_by_units();
   every_wait_is_needed();
-  waits_for_communicators_that_do_not_block();
   waits_for_late_communicators();
   failures_are_named();
   cuda_failures_are_named();

@@ -5,7 +5,7 @@
 #include <mutex>
 #include <thread>
 
-#include "problem.h"
+#include "nccl/ranks.h"
 
 namespace {
 
@@ -126,16 +126,7 @@ void every_wait_is_needed() {
   for (const auto collective : {cgx::Collective::kAllReduce, cgx::Collective::kGatherSum}) {
     if (kHalfOfTheCases) break;
     const Problem problem(collective, records(collective, 2), 2, 1.0f);
-    check(bool(outcome(problem, {kSegment, 2, 3})), "three streams: all waits");
-    const int64_t count = emulator::waits();
-    for (int64_t wait = 0; wait < count; ++wait) {
-      bool caught = false;
-      for (uint64_t seed = 1; seed <= 60 && !caught; ++seed) {
-        caught = !outcome(problem, {kSegment, seed, 3, wait});
-      }
-      check(caught, "three streams: nothing misses wait " + std::to_string(wait) + " of " +
-                        std::to_string(count));
-    }
+    every_wait_is_needed(problem, kSegment, 3, "three streams");
   }
 }
 
