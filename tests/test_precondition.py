@@ -90,12 +90,11 @@ class Oracle:
         self.steps.append((matrix.mean(1), matrix.mean(0), square.mean()))
 
 
-@pytest.mark.parametrize("precondition", [SecondMoment(), SecondMoment(0.99, 0.03)], ids=str)
 @pytest.mark.parametrize("compressor", [Quantize(4), Cast(jnp.bfloat16)], ids=str)
-@pytest.mark.quick("Quantize*-SecondMoment(decay=0.99*")
+@pytest.mark.quick("Quantize*")
 @pytest.mark.usefixtures("optimized")
-def test_a_step_is_the_mean_compressed_in_units_from_the_steps_before(compressor, precondition):
-    grads = gradients(5)
+def test_a_step_is_the_mean_compressed_in_units_from_the_steps_before(compressor):
+    grads, precondition = gradients(5), SecondMoment(0.99, 0.03)
     results, _ = run(*transformation(compressor, precondition), grads)
     oracles = {k: Oracle(precondition, grads[k].shape[2:]) for k in ("w", "v")}
 
@@ -117,31 +116,6 @@ def test_a_step_is_the_mean_compressed_in_units_from_the_steps_before(compressor
             oracles[k].update(result[k])
 
 
-def small_to_large(results, grads):
-    """Returns, by leaf, the smallest quarter's relative errors over those of the largest."""
-    ratios = []
-    for k in ("w", "v"):
-        means = grads[k].mean(1)
-        size = np.sqrt(np.square(means).mean(0)).ravel()
-        wrong = (np.stack([r[k] for r in results]) - means)[len(means) // 2 :]
-        error = np.sqrt(np.square(wrong).mean(0)).ravel() / size
-        small, *_, large = np.array_split(error[np.argsort(size)], 4)
-        ratios.append(np.median(small) / np.median(large))
-    return np.array(ratios)
-
-
-@pytest.mark.parametrize("compressor", [Quantize(4), Quantize(3, rotation=True)], ids=str)
-@pytest.mark.quick("Quantize(bits=4*")
-def test_errors_of_small_values_are_in_proportion_to_them(compressor):
-    grads = gradients(40)
-    precondition = SecondMoment(floor=0.01)
-    results, _ = run(*transformation(compressor, precondition), grads)
-    # Units of the smallest values stay above their size, by as much as chance could explain.
-    assert (small_to_large(results, grads) < 3.5).all()
-    results, _ = run(*transformation(compressor, None), grads)
-    assert (small_to_large(results, grads) > 20).all()
-
-
 @pytest.mark.usefixtures("optimized")
 def test_gradients_of_another_size_take_the_same_codes():
     grads = gradients(3)
@@ -154,10 +128,8 @@ def test_gradients_of_another_size_take_the_same_codes():
                 np.testing.assert_array_equal(np.ldexp(a, exponent), other[k])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.quick("bfloat16")
-def test_feedback_loses_nothing_in_other_units_either(dtype):
-    grads = gradients(12, dtype=dtype)
+def test_feedback_loses_nothing_in_other_units_either():
+    grads = gradients(12, dtype=jnp.bfloat16)
     tx, mesh = transformation(Quantize(3), SecondMoment(), ErrorFeedback())
     results, states = run(tx, mesh, grads)
     (memory,) = states[-1].memory
@@ -168,28 +140,11 @@ def test_feedback_loses_nothing_in_other_units_either(dtype):
         size = np.abs(g.astype(np.float64)).max((0, 1))  # of each value: rounding is in proportion
         reach = size + np.abs(seen - given) + np.abs(np.asarray(memory[k], np.float64)).max(0)
         exact = k == "bias"  # the sum of an exact leaf is rounded to its dtype
-        bound = 12 * 8 * float(jnp.finfo(dtype if exact else np.float32).eps) * reach
+        bound = 12 * 8 * float(jnp.finfo(jnp.bfloat16 if exact else np.float32).eps) * reach
         assert (np.abs(seen + kept - given) <= bound).all(), k
         assert exact or kept.any()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("optimized")
-def test_world_of_one_and_the_first_steps_are_as_without_it():
-    grads = gradients(3)
-    results, _ = run(*transformation(Quantize(2), SecondMoment()), grads)
-    plain, _ = run(*transformation(Quantize(2), None), grads)
-    for t in (0, 1):  # a single step cannot tell structure from chance
-        jax.tree.map(np.testing.assert_array_equal, results[t], plain[t])
-    assert (results[2]["w"] != plain[2]["w"]).any()
-    alone = jax.tree.map(lambda g: g[:, :1], grads)
-    tx = cgx_jax.sync_gradients("data", Quantize(2), precondition=SecondMoment())
-    results, _ = run(tx, ranks(1), alone)
-    for t in range(2):
-        jax.tree.map(lambda r, g, t=t: np.testing.assert_array_equal(r, g[t, 0]), results[t], alone)
-
-
-@pytest.mark.usefixtures("optimized")
 def test_a_number_among_the_parameters_has_moments_too():
     w = gradients(2)["w"]
     tx, mesh = transformation(Quantize(4), SecondMoment(), ErrorFeedback())
@@ -198,29 +153,12 @@ def test_a_number_among_the_parameters_has_moments_too():
         state, means = tx.init({"w": w[0, 0], "number": 2.0}), []
         for x in w:
             mean, state = tx.update({"w": x[0], "number": 2.0}, state)
-            means.append(mean)
+            means.append(mean["number"])
         return means
 
-    got = sharded(steps, mesh, P(None, "data"), check_vma=False)(w)
-    assert [mean["number"] for mean in got] == [2, 2]
-    want, _ = run(tx, mesh, {"w": w})
-    jax.tree.map(np.testing.assert_array_equal, [mean["w"] for mean in got], [x["w"] for x in want])
+    assert sharded(steps, mesh, P(None, "data"), check_vma=False)(w) == [2, 2]
     whole = tx.init({"w": np.zeros(w.shape[2:], np.float32), "number": 2.0})
     assert whole.memory[0]["number"].shape == (WORLD,)
-
-
-def test_a_step_that_is_not_finite_never_happened():
-    grads = gradients(3)
-    grads["w"][1, 2, 0, 0] = np.nan
-    tx, mesh = transformation(Quantize(4), SecondMoment(), ErrorFeedback())
-    results, (_, first, second, third) = run(tx, mesh, grads)
-    assert np.isnan(results[1]["w"]).any()
-    for part in ("memory", "moments"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(first, part), getattr(second, part))
-    without = jax.tree.map(lambda g: g[[0, 2]], grads)
-    expected, (*_, last) = run(tx, mesh, without)
-    jax.tree.map(np.testing.assert_array_equal, results[2], expected[1])
-    jax.tree.map(np.testing.assert_array_equal, third.moments, last.moments)
 
 
 def test_squares_that_overflow_and_values_that_vanish_leave_a_leaf_that_can_be_divided():
@@ -231,14 +169,6 @@ def test_squares_that_overflow_and_values_that_vanish_leave_a_leaf_that_can_be_d
             assert np.isfinite(x).all()
         error = np.abs(results[2]["w"] - grads["w"][2].mean(0)).max()
         assert error <= 0.2 * np.abs(grads["w"][2]).max()
-
-
-def test_float16_does_not_overflow_where_a_value_grows():
-    grads = gradients(2, dtype=np.float16)
-    grads["w"][1, :, 0, 0] = 6e4  # thousands of times what the leaf's values were
-    results, _ = run(*transformation(Quantize(8), SecondMoment()), grads)
-    assert np.isfinite(results[1]["w"]).all()
-    assert abs(float(results[1]["w"][0, 0]) - 6e4) < 1e3
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -259,24 +189,6 @@ def test_an_adaptive_policy_measures_errors_in_the_same_units():
     before, last = (s.statistics.square[1] for s in states[-2:])
     found = last - policy.decay * before
     np.testing.assert_allclose(found, expected, rtol=1e-3)  # five runs are all of this leaf
-
-
-@pytest.mark.slow
-def test_it_composes_with_optax_and_adam_comes_near_its_exact_steps():
-    grads = gradients(24)
-
-    def steps(precondition, compressor):
-        sync, _ = transformation(compressor, precondition)
-        with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
-            results, _ = run(optax.chain(sync, optax.scale_by_adam()), MESH, grads)
-        return np.stack([r["w"] for r in results[12:]])
-
-    exact = steps(None, Identity())
-    with_it, without = (
-        np.linalg.norm(steps(precondition, Quantize(4)) - exact)
-        for precondition in (SecondMoment(floor=0.01), None)
-    )
-    assert with_it < 2 / 3 * without
 
 
 def normals(rng, steps, draws):
@@ -345,9 +257,8 @@ def test_no_step_errs_more_than_without_it(name, rotation):
 
 
 def test_units_are_updated_in_every_step_at_first_and_seldom_later():
-    grads = {"w": gradients(2 * PERIOD + 4)["w"]}
-    _, states = run(*transformation(Quantize(4), SecondMoment()), grads)
-    weights = [float(s.moments.weights[0, 0]) for s in states]
+    _, states = run(*transformation(Quantize(4), SecondMoment()), gradients(2 * PERIOD + 4))
+    weights = [float(s.moments.weights[s.moments.lines["w"], 0]) for s in states]
     moved = [t for t, (a, b) in enumerate(itertools.pairwise(weights)) if a != b]
     assert moved == [*range(WARMUP), *range(WARMUP, len(weights) - 1, PERIOD)]
 
