@@ -278,7 +278,6 @@ WHOLE = {
     "counts": (16, 80),
 }
 DTYPES = {"half": jnp.bfloat16, "counts": jnp.int32}
-NAMESAKES = {"scatter": lax.psum_scatter, "gather": lax.all_gather}
 
 
 def paths_of(tree):
@@ -437,31 +436,6 @@ def test_no_two_ranks_and_no_two_rows_share_their_noise(half, rounding, mesh):
         one = np.abs(np.asarray(code.decode(code.encode(same[0, 0], key=KEY), (1024,), "float32")))
         one = np.std(one - np.abs(same[0, 0]))
         assert np.std(got - WORLD * same[0]) < 2 * np.sqrt(WORLD - 1) * one
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.quick("scatter")
-def test_derivative_and_batch_of_a_tree_are_its_namesakes(half, mesh):
-    tree = operands(half)
-    del tree["counts"]
-
-    def weighted(f):
-        def total(t):
-            out = f(t, "data", tiled=True)
-            each = jax.tree.map(
-                lambda y: (y.astype(jnp.float32) * jnp.cos(jnp.arange(y.shape[-1]))).sum(), out
-            )
-            return sum(jax.tree.leaves(each))
-
-        return on_ranks(jax.grad(total), mesh)(tree)
-
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)  # noqa: E731
-    ours = functools.partial(HALVES[half], exchange="xla")
-    jax.tree.map(close, weighted(ours), weighted(NAMESAKES[half]))
-    call = lambda t: ours(t, "data", tiled=True)  # noqa: E731
-    # The two add up exact sums in different orders.
-    batch = jax.jit(jax.vmap(call, axis_name="data"))
-    jax.tree.map(close, batch(tree), on_ranks(call, mesh)(tree))
 
 
 @pytest.mark.parametrize("half", HALVES)
