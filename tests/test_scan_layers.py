@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Identity
-from cgx_jax.compressors import ShiftedLattice
 from hlo import before, computations
 from worlds import sharded
 
@@ -50,23 +49,7 @@ def trained(mesh, options, **more):
     return on_ranks(of_rank, mesh, **more)
 
 
-def whole_loss(x, stack):
-    for i in range(len(stack["bias"])):
-        x = body(x, jax.tree.map(lambda leaf: leaf[i], stack))  # noqa: B023
-    return (x**2).sum()
-
-
 EXAMPLES = np.float32(np.random.default_rng(1).standard_normal((2 * WORLD, WIDTH)))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.quick("1-True", "4-True")
-def test_without_compression_it_is_the_whole_model(count, check_vma, mesh):
-    stack = layers(count)
-    got = trained(mesh, {"exchange": "xla", **EXACT}, check_vma=check_vma)(EXAMPLES, stack)
-    want = jax.jit(jax.value_and_grad(whole_loss, argnums=1))(EXAMPLES, stack)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), got, want)
 
 
 @pytest.mark.parametrize("jit", [True, False])
@@ -134,31 +117,6 @@ def test_the_body_may_close_over_masks_and_keys_wherever_it_is(around, check_vma
     got, want = f(*given), jax.jit(functools.partial(gradient, plain))(*given)
     for name, sums in got.items():  # over ranks with the same examples
         np.testing.assert_allclose(sums, mesh.size * want[name], rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_both_passes_see_the_same_rounded_weights(mesh):
-    """The gradient is that of the model with the weights that the forward pass gathered."""
-    stack, c = layers(3), ShiftedLattice(4)
-    options = {"weights": c, "gradients": Identity(), "key": KEY, "exchange": "xla"}
-    loss, grads = trained(mesh, options)(EXAMPLES, stack)
-
-    def gathered(x, shards):
-        rounded = []
-        for i in range(3):
-            own = jax.tree.map(lambda leaf, i=i: leaf[i], shards)
-            how = {"tiled": True, "key": jax.random.fold_in(KEY, i), "exchange": "xla"}
-            rounded.append(cgx_jax.all_gather_compressed(own, "data", c, **how))
-        whole = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rounded)
-        at, width = lax.axis_index("data") * (WIDTH // WORLD), WIDTH // WORLD
-        mine = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, at, width, 1), whole)
-        return lax.psum(x.sum(), "data"), mine
-
-    rounded = on_ranks(gathered, mesh)(EXAMPLES, stack)[1]
-    assert np.abs(rounded["kernel"] - stack["kernel"]).max() > 1e-3
-    want, wanted = jax.jit(jax.value_and_grad(whole_loss, argnums=1))(EXAMPLES, rounded)
-    np.testing.assert_allclose(loss, want, rtol=1e-4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), grads, wanted)
 
 
 def test_shards_that_do_not_vary_have_the_sum_of_the_ranks_gradients(mesh):
