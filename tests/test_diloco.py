@@ -159,24 +159,18 @@ def locally(every, optimizer=None, **options):
 
 APART = {"fragments": ((0,), (1, 2))}
 CASES = {  # options of diloco, and those of the reference that differ
-    "vanilla": ({"every": 4}, {}),
     "every step": ({"every": 1}, {}),
-    "mix": ({"every": 4, "mix": 0.5}, {}),
-    "delay": ({"every": 6, "delay": 2, "mix": 0.5}, {}),
     "the longest delay": ({"every": 4, "delay": 3}, {}),
-    "fragments": ({"every": 6, "fragments": 3}, {"fragments": ((0,), (1,), (2,))}),
     "streaming": ({"every": 6, "fragments": 2, "delay": 1, "mix": 0.25}, APART),
     "named fragments": ({"every": 4, "fragments": lambda path: int(path.startswith("b/"))}, APART),
 }
 
 
 ALONE = {"momentum": 0.0, "rate": 1.0}  # local steps, whose outer optimizer does nothing
-LOCAL = {"local steps": ({"every": 3}, ALONE), "one local step": ({"every": 1}, ALONE)}
+LOCAL = {"local steps": ({"every": 3}, ALONE)}
 
 
 @pytest.mark.parametrize("case", CASES | LOCAL)
-# What other rows try is within these.
-@pytest.mark.quick("every step", "the longest delay", "streaming", "named fragments", "local steps")
 def test_steps_are_those_of_the_reference(case):
     options, changes = (CASES | LOCAL)[case]
     plain = {k: v for k, v in options.items() if k != "fragments"}
@@ -189,7 +183,7 @@ def test_steps_are_those_of_the_reference(case):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.quick("0", "1", "2")
+@pytest.mark.quick("0", "1")
 def test_random_trees_and_options_follow_the_reference(seed):
     rng = np.random.default_rng(seed)
     count, every = rng.integers(1, 6), int(rng.integers(1, 8))
@@ -241,14 +235,6 @@ def test_workers_may_be_an_axis_of_vmap(delay):
     for expected in shared:
         params, state = stepped(params, state, TARGETS)
         jax.tree.map(np.testing.assert_array_equal, params, expected)
-
-
-@pytest.mark.parametrize("weights", [(1, 2, 5), (3, 0, 1), (0, 0, 0)], ids=str)
-@pytest.mark.quick("(3, 0, 1)")
-def test_workers_count_by_their_weights(weights):
-    want, _, _ = reference(4, weights=weights)
-    shared, _, _ = trained(wrapped(every=4), weights=weights)
-    close(shared[-1], want[-1])
 
 
 def test_sparse_loco_closes_its_account():
@@ -439,17 +425,6 @@ def test_states_are_placed_and_resized():
     mean = np.asarray(old, np.float64).mean(0)
     np.testing.assert_allclose(new, np.broadcast_to(mean, new.shape), rtol=1e-7)
     assert not np.any(more.fragments[0].ticket)
-
-
-def test_muon_runs_inside():
-    tx = diloco(optax.contrib.muon(0.02), "data", Quantize(8), every=3, mesh=MESH, exchange="xla")
-    with jax.numpy_dtype_promotion("standard"):
-        shared, _, _ = trained(tx, 60)
-    mean = jax.tree.map(lambda t: t.mean(0), TARGETS)
-    away = lambda p: sum(  # noqa: E731
-        float(np.square(a - b).sum()) for a, b in zip(*map(jax.tree.leaves, (p, mean)), strict=True)
-    )
-    assert away(shared[-1]) < 0.5 * away(START)
 
 
 def with_a_gap(path):
