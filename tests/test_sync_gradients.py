@@ -55,33 +55,6 @@ def with_memory(compressor, world, memory=None, **kwargs):
     )
 
 
-@pytest.mark.parametrize(
-    ("compressor", "world"),
-    [
-        (Quantize(2), 3),
-        (Quantize(1, 64, "stochastic"), 1),
-        pytest.param(Quantize(1, 64, "stochastic"), 3, marks=pytest.mark.slow),
-        pytest.param(Quantize(2), 8, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_what_the_optimizer_saw_and_what_ranks_remember_is_what_they_were_given(compressor, world):
-    grads = gradients(world, 12)
-    got, state = run(with_memory(compressor, world), grads, world)
-    (memory,) = state.memory
-    assert int(state.step) == 12
-    for name, g in grads.items():
-        given = g.astype(np.float64).mean(1).sum(0)
-        seen = got[name].astype(np.float64).sum(0)
-        kept = np.asarray(memory[name], np.float64).mean(0)
-        scale = np.abs(g).max() * 12
-        np.testing.assert_allclose(seen + kept, given, atol=3e-6 * scale)
-        if name == "bias" or world == 1:
-            assert not kept.any()
-        else:
-            assert kept.any()
-
-
 @pytest.mark.usefixtures("optimized")
 def test_feedback_changes_what_is_sent_and_its_absence_does_not():
     grads = gradients(2, 3)
@@ -142,29 +115,17 @@ def test_masked_reduces_each_half_its_own_way():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["pmap", "shard_map"])
-def test_multi_steps_around_it_reduces_the_accumulated_gradients(way):
+def test_multi_steps_around_it_reduces_the_accumulated_gradients():
+    """Accumulators differ between ranks, which the types of shard_map cannot express."""
     world, grads = 2, gradients(2, 4)
-    like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)
     inner = optax.chain(with_memory(Quantize(2), world), optax.sgd(1.0))
     tx = optax.MultiSteps(inner, every_k_schedule=2)
     accumulated = jax.tree.map(lambda g: (g[0::2] + g[1::2]) / 2, grads)
     expected, _ = run(inner, accumulated, world)
     with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
-        if way == "shard_map":  # accumulators differ between ranks, which its types cannot express
-            got, _ = run(tx, grads, world, check_vma=False)
-            got = got["w"]
-        else:
-            pmap = functools.partial(jax.pmap, axis_name="data", devices=jax.devices()[:world])
-            state = pmap(lambda _: tx.init(like))(jnp.arange(world))
-            step, got = pmap(tx.update), []
-            for t in range(4):
-                out, state = step(jax.tree.map(lambda g, t=t: g[t], grads), state)
-                np.testing.assert_array_equal(out["w"][0], out["w"][1])
-                got.append(np.asarray(out["w"][0]))
-    assert not got[0].any()
-    assert not got[2].any()
-    np.testing.assert_allclose([got[1], got[3]], expected["w"], atol=1e-5)
+        got, _ = run(tx, grads, world, check_vma=False)
+    assert not got["w"][[0, 2]].any()
+    np.testing.assert_allclose(got["w"][[1, 3]], expected["w"], atol=1e-5)
 
 
 def test_state_has_the_same_shapes_under_every_plan():
