@@ -159,39 +159,22 @@ def moved(params, state, grads):
     return optax.apply_updates(params, updates), state
 
 
-@functools.cache
-def losses_of(road):
-    """Trains by a road, or None for the exact one; one of them in one program with the step."""
+def test_parameters_and_their_moments_stay_sharded_in_a_training_step():
     mesh, params, x, y = case()
-    function = jax.value_and_grad(loss_fn) if road is None else ROADS[road]()
-    function = compiled(road) if road not in (None, "value_and_grad") else function
 
+    @jax.jit
     def step(params, state):
-        loss, grads = function(params, x, y)
+        loss, grads = under_value_and_grad()(params, x, y)
         return *moved(params, state, grads), loss
 
+    losses, state = [], ADAM.init(params)
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):  # which optax needs
-        step = jax.jit(step) if road in (None, "value_and_grad") else step
-        # As later steps get it, so that the step is compiled once.
-        at = jax.tree.map(lambda x: x.sharding, params)
-        at = optax.tree_utils.tree_map_params(
-            ADAM, lambda _, s: s, jax.eval_shape(ADAM.init, params), at,
-            transform_non_params=lambda _: NamedSharding(mesh, P()),
-        )  # fmt: skip
-        losses, trained, state = [], params, jax.device_put(ADAM.init(params), at)
-        for _ in range(12):
-            trained, state, loss = step(trained, state)
-            losses.append(float(loss))
-    check_placed(trained)
+        for _ in range(3):
+            params, state, loss = step(params, state)
+            losses.append(loss)
+    assert losses[-1] < losses[0]
+    check_placed(params)
     check_placed(state[0].mu)
-    return losses
-
-
-@every_road
-def test_losses_follow_the_exact_program_and_parameters_stay_sharded(road):
-    got = losses_of(road)
-    assert got[-1] < got[0] / 2
-    np.testing.assert_allclose(got, losses_of(None), rtol=0.02)
 
 
 @every_road
@@ -537,7 +520,7 @@ def explicit_case():
 @pytest.mark.parametrize("split", [P(("replica", "fsdp")), P(("fsdp", "replica")), P("fsdp"), P()])
 @pytest.mark.parametrize("how", ["types", "types and specs", "specs"])
 # A batch that is split over "fsdp" alone is quick in the next test.
-@pytest.mark.quick("types-split[013]", "specs-split0")
+@pytest.mark.quick("types-split3", "specs-split0")
 def test_explicit_meshes(how, split):
     """Types say how parameters are sharded, or specs do; gradients then have such types."""
     mesh, specs, params, typed, batch, want = explicit_case()
@@ -604,7 +587,7 @@ def scanned_exactly():
     return jax.jit(jax.value_and_grad(scanned_loss))(params["head"], x)
 
 
-@pytest.mark.parametrize("split", [P(("replica", "fsdp")), P("fsdp"), P("replica"), P()])
+@pytest.mark.parametrize("split", [P(("replica", "fsdp")), P("fsdp"), P()])
 def test_a_part_of_the_batch_keeps_its_type_over_other_axes(split):
     """A carry of scan does: its type must be that of the batch which the program then gets."""
     mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
