@@ -145,7 +145,7 @@ def exact(name, mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", LOSSES)
 # Losses that scan are "of pairs" without checkpoints, and "in bfloat16" with them.
-@pytest.mark.quick("[!jws]*-data", "with a policy-data", "jitted-data and model")
+@pytest.mark.quick("of*-data", "backwards-data", "in*-data", "jitted-data and model")
 def test_without_codes_it_is_plain_jit_and_gradients_are_shards(name, mesh, no_cache):
     same = "scanned" if name.startswith("with") else name  # what is computed twice has one value
     plain, mesh = exact(same, mesh), mesh_of(mesh)
@@ -208,7 +208,7 @@ def test_each_leaf_has_its_own_codes(no_cache):
 
 
 @pytest.mark.parametrize("name", ["scanned", "with checkpoints", "with a policy"])
-@pytest.mark.quick("scanned", "with checkpoints")
+@pytest.mark.quick("with checkpoints")
 def test_no_layer_is_whole_for_longer_than_it_computes(name, no_cache):
     """All that travels is in bytes, nothing has the size of the stack, and memory does not grow."""
     mesh = mesh_of("data")
