@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 import optax_steps
 from cases import LOSSY
-from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rules, SecondMoment
+from cgx_jax import ErrorFeedback, Quantize, Rules, SecondMoment
 from cgx_jax.compressors import (
     DGC,
     INCEPTIONN,
@@ -34,10 +34,7 @@ REFUSED = {n: c.compressor for n, c in LOSSY.items() if n not in KEPT} | {
     "random k of a number, unbiased": RandomK(5, scaled=True),
 }
 FEW = INCEPTIONN((0.01, 0.02, 0.01))
-QUICK = {
-    *(("feedback", n) for n in ("qsgd", "classes of exponents")),
-    ("momentum", "random k, unbiased"),
-}
+QUICK = {("feedback", "qsgd"), ("momentum", "random k, unbiased")}
 
 
 def every_pair():
@@ -225,19 +222,6 @@ def test_feedback_by_rates_is_the_paper_s_ef_sgd_under_a_schedule(momentum):
         np.testing.assert_allclose(states[t + 1][0].memory.trees[0]["w"], e, atol=1e-5)
 
 
-def test_without_the_schedule_a_late_value_counts_by_a_later_rate():
-    """The schedule's purpose: from rate 0.5 to 0.01 plain feedback loses most of late values."""
-    grads = normal(4, WORLD, 40, 50)
-    given = sum(float(rates(t)) * grads[t].astype(np.float64).mean(0) for t in range(4))
-    for memory, closes in ((ErrorFeedback(), False), (ErrorFeedback(learning_rate=rates), True)):
-        means, kept = run(ScaledSign(2000), memory, grads)
-        seen = sum(float(rates(t)) * m for t, m in enumerate(means))
-        left = kept[-1][0].mean(0) * (1 if closes else float(rates(3)))
-        off = np.abs(seen + left - given).max()
-        assert (off < 1e-5) == closes
-        assert closes or off > 0.1
-
-
 @pytest.mark.parametrize("before", [None, rates], ids=["gradients", "rates"])
 @pytest.mark.parametrize("kind", [ErrorFeedback, MomentumCorrection])
 def test_residuals_times_rates_are_not_taken_for_others(kind, before):
@@ -304,16 +288,7 @@ def test_counts_of_a_traced_state_are_refused():
         jax.jit(metrics)(state)
 
 
-def test_exact_leaves_keep_their_momentum():
-    grads = normal(3, WORLD, 4, 5)
-    _, kept = run(Identity(), MomentumCorrection(0.5), grads)
-    np.testing.assert_allclose(kept[-1][1], 0.25 * grads[0] + 0.5 * grads[1] + grads[2], atol=1e-6)
-    assert not kept[-1][0].any()
-    assert Cast(jnp.bfloat16).selects is False
-
-
 TRANSFORMATIONS = {
-    "feedback": lambda: sync(Quantize(4), ErrorFeedback()),
     "momentum": lambda: sync(Quantize(4), MomentumCorrection(0.9)),
     "feedback in units": lambda: sync(Quantize(4), ErrorFeedback(), precondition=SecondMoment()),
     "diloco": lambda: diloco(
