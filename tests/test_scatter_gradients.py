@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -265,31 +264,6 @@ def test_each_value_has_its_own_unit_wherever_its_leaf_is_cut(cut):
         errors = (means[-1]["kernel"] - grads["kernel"][-1].mean(0)) / SCALE
         losses[precondition] = np.sqrt(np.square(errors).mean())
     assert losses[SecondMoment()] < 0.5 * losses[None]
-
-
-def test_momentum_on_shards_is_momentum_on_the_whole():
-    """With exact shards in a chain, the optimizer's state is split like the parameters."""
-    tx = optax.chain(scatter(Identity()), optax.sgd(0.1, momentum=0.9))
-    whole = optax.sgd(0.1, momentum=0.9)
-    grads, params = gradients(3), {n: np.ones(s, np.float32) for n, s in SHAPES.items()}
-    state, exact = tx.init(params), whole.init(params)
-    place = lambda x: P("data") if jnp.ndim(x) else P()  # noqa: E731
-    specs = jax.tree.map(place, state)
-
-    def of_rank(g, s, p):
-        updates, s = tx.update(first(g), s, p)
-        return optax.apply_updates(p, updates), s
-
-    step = sharded(of_rank, MESH, (RANKS, specs, RANKS), (RANKS, specs))
-    at = lambda x: jax.device_put(x, NamedSharding(MESH, place(x)))  # noqa: E731
-    shards = jax.tree.map(at, (state, params))
-    for t in range(3):
-        mean = jax.tree.map(lambda x, t=t: jnp.asarray(x[t].mean(0)), grads)
-        updates, exact = whole.update(mean, exact, params)
-        params = optax.apply_updates(params, updates)
-        own, state = step(jax.tree.map(lambda x, t=t: x[t], grads), *shards)
-        shards = state, own
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), own, params)
 
 
 FED = {"memory": ErrorFeedback()}
