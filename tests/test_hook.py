@@ -204,19 +204,6 @@ def test_hooks_over_two_axes_add_up_over_both(mesh_2d):
 # --- on a model
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("compressor", [Quantize(8), Identity()], ids=str)
-def test_hook_gives_the_summed_gradient(check_vma, compressor, mesh):
-    params, x, y = params_and_batch()
-
-    def loss(p, batch):
-        p = reduce_in_backward(p, "data", compressor, exchange="xla")
-        return loss_fn(p, *batch) / 8
-
-    f = over(mesh, jax.grad(loss), check_vma=check_vma)
-    check_close(jax.jit(f)(params, (x, y)), jax.grad(loss_fn)(params, x, y))
-
-
 def test_hook_reduces_each_buffer_by_itself_in_the_backward_pass(mesh):
     params, *batch = params_and_batch()
     plan = Plan.build(params, Quantize(8), fusion_bytes=1)

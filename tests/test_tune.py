@@ -46,17 +46,6 @@ def test_compiled_collectives_follow_the_profile(mesh, following):
     assert compiled(mesh, SMALL, exchange="xla") == {"u8"}
 
 
-def test_rotation_and_noise_are_priced_where_a_reduction_is_traced(mesh, following):
-    rotated, noisy = Quantize(4, rotation=True), Quantize(4, rounding="stochastic")
-    for kind in ("rotation", "noise"):
-        codec = Codec(1e-9, 1e-9, 1e-9, 1e-9)._replace(**{kind: 1e-6})
-        following(with_crossing(codec=codec))
-        assert compiled(mesh, LARGE, compressor=Quantize(4)) == {"u8"}
-        for compressor, slow in ((rotated, kind == "rotation"), (noisy, kind == "noise")):
-            sent = compiled(mesh, LARGE, compressor=compressor, key=jax.random.key(0))
-            assert sent == ({"f32"} if slow else {"u8"}), (kind, compressor)
-
-
 @pytest.mark.parametrize(("precondition", "sent"), [(None, "u8"), (cgx_jax.SecondMoment(), "f32")])
 def test_units_are_priced_where_a_reduction_is_traced(mesh, following, precondition, sent):
     following(with_crossing(codec=Codec(1e-9, 1e-9, 1e-9, 1e-6)))

@@ -416,22 +416,6 @@ def test_memories_survive_changes_of_the_setting(monkeypatch):
     assert training.tuner.current == SPLIT
 
 
-@pytest.mark.slow
-def test_with_adaptive_one_object_compiles_and_plans_change_after_the_trials(monkeypatch):
-    policy = Adaptive(
-        candidates=[Quantize(b, 64) for b in (2, 4, 8)], warmup=4, every=7, sample_every=1
-    )
-    training = Training(tuner(policy), policy, monkeypatch=monkeypatch, costs=costs_of(0.5, 0.8))
-    training.run(TRIAL_STEPS)
-    assert not policy.history  # a new plan would compile every candidate again
-    training.run(1)
-    assert [r.step for r in policy.history] == [TRIAL_STEPS]
-    assert training.tuner.current == SPLIT
-    assert len(policy.compile_seconds) == 3 + (policy.history[0].outcome == "changed")
-    with pytest.raises(ValueError, match=r"policy.jit\(step\) or Tuner\(policy\).jit\(step\)"):
-        Training(tuner(), Adaptive()).run(1)
-
-
 def test_the_table_sets_predicted_beside_measured(monkeypatch, following, caplog):
     rows = ("psum", 32, 1.0), ("xla", 4.125, 0.25), ("xla/gather_sum", 4.125, 0.5)
     rows = tuple((method, bits, 8192, seconds) for method, bits, seconds in rows)
