@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -17,13 +16,9 @@ from cgx_jax.route.route import Options, route
 from cgx_jax.route.run import Inputs
 from cgx_jax.route.run import run as run_route
 from hlo import collectives
-from worlds import RANKS, on_ranks, placed, ranks, sharded, stacked, stepper
+from worlds import RANKS, normal, on_ranks, placed, ranks, sharded, stacked, stepper
 
 MATRIX = (40, 60)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def low_rank(rank, *shape, seed=0):
@@ -100,17 +95,9 @@ def test_every_step_is_that_of_the_oracle(shape, world):
         np.testing.assert_allclose(total, want.reshape(shape), atol=2e-4)
         np.testing.assert_allclose(state, right, atol=1e-3)
         np.testing.assert_allclose(lost.astype(np.float64).sum(0), exact - total, atol=1e-4)
+        for own, residual in zip(x, lost, strict=True):
+            assert 0 < np.linalg.norm(residual) <= np.linalg.norm(own)
         right = np.asarray(state, np.float64)
-
-
-@pytest.mark.usefixtures("unoptimized")
-@pytest.mark.parametrize("world", [2, 8])
-@pytest.mark.quick("2")
-def test_no_rank_loses_more_than_it_has(world):
-    x = normal(world, *MATRIX)
-    _, lost, _ = step_of(PowerSGD(2), world)(x, PowerSGD(2).init(MATRIX, jnp.float32))
-    for own, residual in zip(x, lost, strict=True):
-        assert 0 < np.linalg.norm(residual) <= np.linalg.norm(own)
 
 
 @pytest.mark.parametrize("scale", [1e30, 1.0, 1e-30])
@@ -141,11 +128,11 @@ def test_on_gradients_that_stay_it_finds_the_best_approximation():
 
 
 def test_a_column_that_died_comes_back():
-    """On a gradient of rank 1 all columns except one vanish; then the gradient has rank 3."""
-    x = low_rank(3, 80, 50)
-    compressor = PowerSGD(3)
+    """On a gradient of rank 1 all columns except one vanish; then the gradient has rank 4."""
+    x = low_rank(4, 80, 50)
+    compressor = PowerSGD(4)
     state = steps_alone(compressor, [low_rank(1, 80, 50, seed=1)] * 3).state
-    assert (np.abs(np.asarray(state)).max(axis=1) == 0).sum() == 2
+    assert (np.abs(np.asarray(state)).max(axis=1) == 0).sum() == 3
     for _ in range(2):
         end = alone(compressor, x, state)
         state = end.state
@@ -156,8 +143,8 @@ EDGES = {
     "zeros": np.zeros(MATRIX),
     "all equal": np.full(MATRIX, 3.5),
     "one value": np.eye(*MATRIX) * (np.arange(MATRIX[0]) == 7)[:, None],
-    "huge": normal(*MATRIX, scale=1e30),
-    "tiny": normal(*MATRIX, scale=1e-30),
+    "huge": normal(*MATRIX) * 1e30,
+    "tiny": normal(*MATRIX) * 1e-30,
     "subnormal": np.full(MATRIX, 1e-40),
     "huge and tiny": normal(*MATRIX) * np.where(np.arange(MATRIX[1]) % 2, 1e18, 1e-18),
 }
@@ -181,7 +168,7 @@ def test_a_value_that_is_not_finite_is_seen_and_its_state_mends(value):
     x = normal(*MATRIX)
     bad = x.copy()
     bad[3, 5] = value
-    compressor = PowerSGD(2)
+    compressor = PowerSGD(4)
     end = alone(compressor, bad, compressor.init(MATRIX, jnp.float32))
     assert np.isnan(end.total).all()
     assert np.isinf(bound_of(compressor, bad)).all()
@@ -191,11 +178,8 @@ def test_a_value_that_is_not_finite_is_seen_and_its_state_mends(value):
     np.testing.assert_allclose(after.total, fresh.total, atol=1e-5)
 
 
-EXACT = [(), (7,), (300,), (0, 5), (4, 0), (1, 50), (50, 1), (8, 8), (2, 2, 3)]
-
-
-@pytest.mark.parametrize("shape", EXACT, ids=str)
-@pytest.mark.quick("()", "(0, 5)", "(1, 50)", "(8, 8)", "(2, 2, 3)")
+@pytest.mark.parametrize("shape", [(), (300,), (0, 5), (1, 50), (8, 8), (2, 2, 3)], ids=str)
+@pytest.mark.quick("()", "(0, 5)", "(8, 8)")
 def test_leaves_that_would_not_shrink_are_sent_exactly(shape):
     compressor = PowerSGD(4)
     assert compressor.init(shape, jnp.float32) == ()
@@ -211,13 +195,10 @@ def test_leaves_that_would_not_shrink_are_sent_exactly(shape):
 @pytest.mark.parametrize(
     ("rank", "shape", "sides"),
     [
-        (4, (40, 60), (40, 60)),
         (2, (3, 3, 64, 128), (576, 128)),
-        (2, (5, 7, 9), (35, 9)),
         (1, (3, 3), (3, 3)),
     ],
 )
-@pytest.mark.quick("2-shape1-*", "1-shape3-*")
 def test_the_code_is_two_factors_of_the_matrix_with_the_last_dimension_as_columns(
     rank, shape, sides
 ):
@@ -268,18 +249,15 @@ def test_a_number_of_values_is_no_matrix():
 
 def test_what_would_leave_float16_has_no_bound():
     x = jnp.full(MATRIX, 60_000, jnp.float16)
-    assert np.isinf(PowerSGD(1).error_bound(x)).all()
-    assert np.isfinite(PowerSGD(1).error_bound(x / 1000)).all()
+    assert np.isinf(bound_of(PowerSGD(1), x)).all()
+    assert np.isfinite(bound_of(PowerSGD(1), x / 1000)).all()
 
 
 @pytest.mark.usefixtures("unoptimized")
-@pytest.mark.parametrize("how", ["vmap", "scan"])
-@pytest.mark.quick("vmap")
-def test_batches_and_loops_give_what_single_calls_do(how):
+def test_a_batch_gives_what_single_calls_do():
     x = normal(3, *MATRIX)
-    one = PowerSGD(2).approximate
-    got = jax.jit(jax.vmap(one) if how == "vmap" else lambda x: lax.map(one, x))(x)
-    np.testing.assert_allclose(got, np.stack([jax.jit(one)(v) for v in x]), atol=1e-5)
+    one = jax.jit(PowerSGD(2).approximate)
+    np.testing.assert_allclose(jax.vmap(one)(x), np.stack([one(v) for v in x]), atol=1e-5)
 
 
 def compiled_sum(tree, compressor, mesh):
@@ -296,66 +274,46 @@ def compiled_sum(tree, compressor, mesh):
 
 
 @pytest.mark.usefixtures("unoptimized")
-@pytest.mark.parametrize("leaves", [1, 5])
-@pytest.mark.quick("5")
-def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
-    """This holds for any number of leaves; exact leaves travel in the first round."""
-    tree = [normal(8, 30 + i, 50) for i in range(leaves)] + [normal(8, 3, 3)]
-    compressor = PowerSGD(2)
-    found = collectives(compiled_sum(tree, compressor, mesh)[0].as_text())
-    rows = sum(30 + i for i in range(leaves))
-    sizes = [2 * rows + 9, 2 * 50 * leaves]
+def test_a_step_is_two_collectives_of_the_stated_bytes_and_a_loop_per_shape(mesh):
+    """Exact leaves travel in the first round. A loop takes a third of a second to compile."""
+    shapes = (MATRIX, MATRIX, (30, 50), (3, 3))
+    tree, compressor = [normal(8, *shape, seed=i) for i, shape in enumerate(shapes)], PowerSGD(2)
+    step, states = compiled_sum(tree, compressor, mesh)
+    text = step.as_text()
+    assert len(re.findall(r" while\(", text)) == 2
+    found = collectives(text)
+    sizes = [2 * (40 + 40 + 30) + 9, 2 * (60 + 60 + 50)]
     assert {(c.op, c.dtype) for c in found} == {("all-reduce", "f32")}
     assert sorted(c.nbytes for c in found) == sorted(4 * n for n in sizes)
-    assert 4 * sum(sizes) == sum(compressor.payload_bytes(x.shape[1:]) for x in tree)
-
-
-@pytest.mark.usefixtures("unoptimized")
-def test_leaves_of_one_shape_share_the_loop_that_orthonormalizes(mesh):
-    """A loop takes a third of a second to compile, and twenty leaves once had twenty loops."""
-    shapes = (MATRIX, MATRIX, (30, 50), MATRIX)
-    tree = [normal(8, *shape, seed=i) for i, shape in enumerate(shapes)]
-    step, states = compiled_sum(tree, PowerSGD(2), mesh)
-    assert len(re.findall(r" while\(", step.as_text())) == 2
-    for x, right, total in zip(tree, states, step(tree, states), strict=True):
+    assert 4 * sum(sizes) == sum(compressor.payload_bytes(shape) for shape in shapes)
+    for x, right, total in list(zip(tree, states, step(tree, states), strict=True))[:3]:
         want = oracle(x.sum(0).astype(np.float64), np.asarray(right, np.float64))[0]
         np.testing.assert_allclose(total, want, atol=2e-4)
 
 
-PARAMS = {"conv": jnp.zeros((3, 3, 8, 16)), "dense": jnp.zeros(MATRIX), "bias": jnp.zeros(60)}
-
-
-def gradients(seed=0):
-    return {k: normal(8, *x.shape, seed=seed) for k, x in PARAMS.items()}
-
-
 @pytest.mark.usefixtures("unoptimized")
-@pytest.mark.parametrize("precondition", [None, SecondMoment()], ids=["plain", "units"])
-@pytest.mark.quick("units")
-def test_feedback_closes_the_account(precondition, mesh):
+def test_feedback_in_units_closes_the_account():
     """In every step, received plus remembered values add up to the given ones."""
-    how = {"memory": ErrorFeedback(), "precondition": precondition, "mesh": mesh}
+    mesh = ranks(2)
+    how = {"memory": ErrorFeedback(), "precondition": SecondMoment(), "mesh": mesh}
     tx = cgx_jax.sync_gradients("data", PowerSGD(2), exchange="xla", **how)
-    state = placed(tx.init(PARAMS), mesh)
+    state = placed(tx.init(jnp.zeros(MATRIX)), mesh)
     step = stepper(tx, mesh, state)
-    given, received = (jax.tree.map(lambda x: np.zeros(x.shape), PARAMS) for _ in range(2))
+    given, received = np.zeros(MATRIX), np.zeros(MATRIX)
     for i in range(6):
-        grads = gradients(seed=i)
+        grads = normal(2, *MATRIX, seed=i)
         mean, state = step(grads, state)
-        for k in PARAMS:
-            given[k] += grads[k].astype(np.float64).mean(0)
-            received[k] += np.asarray(mean[k])
-    for k in PARAMS:
-        kept = np.asarray(state.memory[0][k], np.float64).mean(0)
-        np.testing.assert_allclose(received[k] + kept, given[k], atol=1e-4)
-    assert np.abs(received["dense"] - given["dense"]).max() > 0.01
+        given += grads.astype(np.float64).mean(0)
+        received += np.asarray(mean)
+    kept = np.asarray(state.memory[0], np.float64).mean(0)
+    np.testing.assert_allclose(received + kept, given, atol=1e-4)
+    assert np.abs(received - given).max() > 0.01
 
 
-@pytest.mark.usefixtures("unoptimized")
-def test_each_leaf_has_the_rank_of_its_rule(mesh):
+def test_each_leaf_has_the_rank_of_its_rule():
     policy = Rules([Rule(PowerSGD(1), path="conv")], PowerSGD(3))
-    tx = cgx_jax.sync_gradients("data", policy, memory=ErrorFeedback(), mesh=mesh, exchange="xla")
-    state = tx.init(PARAMS)
+    params = {"conv": jnp.zeros((3, 3, 8, 16)), "dense": jnp.zeros(MATRIX), "bias": jnp.zeros(60)}
+    state = jax.eval_shape(cgx_jax.sync_gradients("data", policy, exchange="xla").init, params)
     assert {k: np.shape(s) for k, s in state.codes.shared.items()} == {
         "conv": (1, 16),
         "dense": (3, 60),
