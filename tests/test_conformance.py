@@ -108,7 +108,7 @@ MEMORIES = {"feedback": cgx_jax.ErrorFeedback(), "momentum": transforms.Momentum
 @pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", ["quantize 4", "top k", "low rank", "sampled threshold"])
-@pytest.mark.quick("low rank-feedback")
+@pytest.mark.quick("top k-momentum")
 def test_64_bit_mode_changes_no_memory(name, memory):
     assert_same_in_64_bit_mode(lambda: stepped(CASES[name], memory=MEMORIES[memory]))
 

@@ -77,10 +77,13 @@ def leveled(levels, mesh, across, axes=AXES):
     return made[0]
 
 
-@pytest.mark.parametrize(
-    "shape", ["2 x 2", *(pytest.param(g, marks=pytest.mark.slow) for g in GRIDS if g != "2 x 2")]
-)
+@pytest.mark.parametrize("shape", GRIDS)
 @pytest.mark.parametrize("name", CODES)
+# The next tests try others.
+@pytest.mark.quick(
+    *(f"{name}-2 x 2" for name in ("quantize", "every other rank", "tree", "summed")),
+    "compressed inside-2 x 2",
+)
 def test_sums_are_within_the_bound_and_alike_on_all_ranks(name, shape):
     nodes, local = GRIDS[shape]
     code, how, *given = CODES[name]
@@ -108,12 +111,11 @@ def test_sums_are_within_the_bound_and_alike_on_all_ranks(name, shape):
     assert (off <= bound + 1e-3).all()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_groups_of_a_flat_axis_are_levels_too(check_vma, mesh):
+def test_groups_of_a_flat_axis_are_levels_too(mesh):
     x = normal(8, 16, 60)
     groups = Levels(groups=[[0, 1, 2, 3], [4, 5, 6, 7]])
     flat = functools.partial(summed, axis_name="data", levels=groups)
-    got = on_ranks(flat, mesh, out=P(), check_vma=check_vma)(x)
+    got = on_ranks(flat, mesh, out=P())(x)
     np.testing.assert_array_equal(got, on_grid(by_levels, 2, 4)(x))
 
 
@@ -135,6 +137,7 @@ def test_levels_work_under_pmap_and_in_a_plain_vmap():
 @pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("inner", [None, Quantize(8, 64), Cast(jnp.bfloat16)], ids=str)
 @pytest.mark.parametrize("name", ["quantize", "one-shot", "chunked", "sparse"])
+@pytest.mark.quick("quantize-Quantize*", "sparse-None")
 def test_what_the_ranks_lost_is_the_difference_to_the_exact_mean(name, inner):
     code, how = CODES[name]
     # Shares of "a" are whole rows, of "b" flat, and of "c" whole rows with padding.
