@@ -226,7 +226,7 @@ def with_zeros(x, rng):
 @every_coding
 @pytest.mark.parametrize("bits", range(1, 9))
 # Other tests mix widths with these codings.
-@pytest.mark.quick("*-nearest", "*-rotated correlated", "[148]-stochastic", "4-rotated")
+@pytest.mark.quick("*-nearest", "[1358]-rotated correlated", "[148]-stochastic", "4-rotated")
 def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, coding):
     leaves, values = [], []
     few = (1, 31, 33, 511, 1000)
@@ -237,14 +237,14 @@ def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, coding):
     check_all_calls(values, leaves, 3, 1, 3.0)
 
 
-@pytest.mark.parametrize("bucket_size", [32, 64, 96, 128, 160, 544, 768, 1024, 4128, 1 << 20])
+@pytest.mark.parametrize("bucket_size", [32, 96, 544, 1024, 4128, 1 << 20])
 def test_every_bucket_size_is_the_oracle_s(bucket_size):
     leaves = edges(5, bucket_size, rounding=1) + edges(3, bucket_size, rotation=True, row=50)
     leaves += [leaf_of(9000, 2, bucket_size, number=99, rotation=True, row=45)]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 0, 2.0)
 
 
-@pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1), (3, -1), (7, 3), (8, 7), (64, 5)])
+@pytest.mark.parametrize(("world", "rank"), [(1, 0), (3, -1), (8, 7), (64, 5)])
 def test_every_world_size_cuts_the_same_records(world, rank):
     leaves = edges(4) + edges(4, rounding=2) + edges(4, rotation=True)
     check_all_calls(values_for(leaves, np.float32), leaves, world, rank, world)
@@ -267,7 +267,7 @@ def test_300_leaves_travel_in_one_call():
 
 
 @every_coding
-@pytest.mark.quick("nearest", "rotated correlated")
+@pytest.mark.quick("rotated correlated")
 def test_work_split_over_threads_writes_the_same_bytes(coding):
     leaves = [
         leaf_of(2**18 + 3, 4, 512, number=7, **coding),
@@ -318,7 +318,7 @@ COLUMNS = {"one each": lambda n: n, "one column": lambda n: min(n, 1), "both": d
 @every_coding
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_units_multiply_every_value_on_its_way_in_and_out(dtype, coding, columns):
-    for bits, world, rank in [(1, 1, -1), (3, 2, 0), (4, 3, 1), (8, 8, 5)]:
+    for bits, world, rank in [(1, 1, -1), (4, 3, 1)]:
         leaves = [*edges(bits, **coding), leaf_of(96 * 43, bits, 544, number=40, **coding)]
         values = values_for(leaves, DTYPES[dtype], bits)
         check_all_calls(values, leaves, world, rank, world, units_for(leaves, COLUMNS[columns]))
@@ -329,32 +329,6 @@ def test_units_of_large_leaves_and_of_rows_shorter_than_a_vector():
     leaves = [Leaf(size), leaf_of(size, 4, 512, number=1, rotation=True, row=15)] * 2
     units = [None, *units_for(leaves, lambda n: 5)[1:2], *units_for(leaves, lambda n: n // 3)[1:3]]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0, units)
-
-
-@every_isa
-def test_units_keep_what_a_dtype_alone_would_not():
-    """Values near the largest float16 have units that float16 cannot represent."""
-    x = np.float16(np.linspace(5e4, 6.5e4, 1024))
-    for scale in (1e-30, 1e30):
-        rows = np.float32([[1 / scale], [scale]])
-        units = [(rows, np.ones((2, 1024), np.float32))] * 2
-        leaves = [Leaf(1024, 8), Leaf(1024, 1)]
-        payload, residuals = encode([x] * 2, leaves, 1, residual=True, units=units)
-        for y, lost in zip(decode(payload, leaves, [x.dtype] * 2, units), residuals, strict=True):
-            np.testing.assert_allclose(np.float64(y) + lost, x, rtol=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_random_buffers_are_the_oracle_s(bits, world, dtype):
-    rng = np.random.default_rng(100 * bits + world)
-    leaves = [
-        leaf_of(int(n), bits, int(s) * 32, int(r), k, bool(t), 50)
-        for k, (n, s, r, t) in enumerate(rng.integers([0, 1, 0, 0], [50_000, 40, 3, 2], (12, 4)))
-    ]
-    check_all_calls(values_for(leaves, DTYPES[dtype], bits), leaves, world, world - 1, world + 0.5)
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -394,20 +368,6 @@ def test_special_values_are_the_oracle_s_in_every_dtype(case):
     with np.errstate(over="ignore"):
         values = [x.astype(dtype) for dtype in DTYPES.values() for _ in codings]
     check_all_calls(values, leaves, 2, 0, 2.0)
-
-
-@every_isa
-def test_a_bucket_with_a_non_finite_value_decodes_to_nan_and_its_neighbours_do_not():
-    for position in (0, 5, 600, 1023):
-        x = np.arange(1536, dtype=np.float32)
-        x[position] = np.inf
-        leaves = [Leaf(x.size)]
-        payload, (residual,) = encode([x], leaves, 1, residual=True)
-        (y,) = decode(payload, leaves, [np.float32])
-        bad = slice(position // 512 * 512, (position // 512 + 1) * 512)
-        assert np.isnan(y[bad]).all()
-        assert np.isnan(residual[bad]).all()
-        assert np.isfinite(np.delete(y, np.r_[bad])).all()
 
 
 @every_isa
@@ -472,24 +432,6 @@ def test_layout_is_the_oracle_s(world):
         names = "size", "bits", "bucket_size"
         columns = [[getattr(leaf, name) for leaf in leaves] for name in names]
         assert module.layout(*columns, world) == oracle.layout(leaves, world)
-
-
-@every_isa
-def test_the_same_call_gives_the_same_bytes_and_another_key_does_not():
-    leaves = [Leaf(100_000, 4, 512, 1)]
-    values = values_for(leaves, np.float32)
-    first, second = encode(values, leaves, 2)[0], encode(values, leaves, 2)[0]
-    assert_same_bytes(first, second, "repeated call")
-    assert (encode(values, leaves, 2, key=(1, 1))[0] != first).any()
-
-
-@every_isa
-def test_stochastic_rounding_is_unbiased():
-    x = np.tile(np.linspace(0, 1, 512, dtype=np.float32), 2000)
-    leaves = [Leaf(x.size, 2, 512, 1)]
-    (y,) = decode(encode([x], leaves, 1)[0], leaves, [np.float32])
-    error = (y - x).reshape(2000, 512).mean(0, dtype=np.float64)
-    assert np.abs(error).max() < 5 * (1 / 3) / 2 / np.sqrt(2000)
 
 
 @every_isa
