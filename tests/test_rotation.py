@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Quantize
-from cgx_jax.kernels import primitives, reference
+from cgx_jax.kernels import primitives
 from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.policies.statistics import squared_errors
@@ -43,24 +43,6 @@ def test_a_rotated_bucket_errs_as_normal_values_do_whatever_it_holds(bits):
     for x in (heavy_tailed(512 * 200), np.random.default_rng(1).uniform(-1, 1, 512 * 200)):
         x = x.astype(np.float32)
         assert relative(sent(x, Quantize(bits, rotation=True)) - x, x) < 1.1 * NORMAL_ERROR[bits]
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_rotation_saves_a_bit_on_heavy_tails(bits):
-    x = heavy_tailed(512 * 100)
-    plain = relative(sent(x, Quantize(bits + 1)) - x, x)
-    assert relative(sent(x, Quantize(bits, rotation=True)) - x, x) < plain
-
-
-@pytest.mark.parametrize("bucket_size", [32, 96, 512, 544, 1024, 4096])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_rotation_never_costs_accuracy_at_any_bucket_size(bucket_size, dtype):
-    x = (heavy_tailed(3 * bucket_size + 5) / 50).astype(jnp.dtype(dtype))
-    error = [
-        relative(np.float32(sent(x, Quantize(8, bucket_size, rotation=r))) - np.float32(x), x)
-        for r in (False, True)
-    ]
-    assert error[1] < error[0]
 
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -108,16 +90,6 @@ def test_the_bound_holds_up_to_the_largest_value_or_is_infinite(bits, dtype, rot
     assert np.isfinite(bound[far]).all()  # and informative if there is room
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bucket_size", [32, 96, 128, 512, 1024])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "correlated"])
-@pytest.mark.parametrize("rotation", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_width_s_bound_holds_up_to_the_largest_value(bucket_size, dtype, rotation, rounding):
-    for bits in range(1, 9):
-        check_bound(DTYPES[dtype], Quantize(bits, bucket_size, rounding, rotation))
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize(("bits", "bucket_size"), [(2, 512), (3, 96), (8, 128)])
 def test_the_bound_holds_of_values_whose_squares_are_too_small_for_fp32(
@@ -131,41 +103,13 @@ def test_the_bound_holds_of_values_whose_squares_are_too_small_for_fp32(
         assert (off <= np.float64(jax.jit(c.error_bound)(x))).all()
 
 
-def test_values_alone_at_the_largest_float_come_back_finite():
-    x = np.zeros((4, 512), np.float32)
-    x[range(4), [0, 5, 77, 511]] = np.float32([1, -1, 0.5, 0.126]) * np.finfo(np.float32).max
-    c = Quantize(4, rotation=True)
-    y = sent(x, c)
-    np.testing.assert_allclose(y, x, rtol=2.0**-6, atol=np.finfo(np.float32).max * 2.0**-7)
-    assert (np.abs(np.float64(y) - x) <= np.asarray(jax.jit(c.error_bound)(x), np.float64)).all()
-
-
-@pytest.mark.parametrize("value", [3.0, -1e-20, 1e30])
+@pytest.mark.parametrize("value", [3.0, -1e-20, np.finfo(np.float32).max])
 def test_a_value_that_is_alone_in_its_bucket_is_as_exact_as_bf16(value):
     x = np.zeros(512, np.float32)
     x[77] = value
     y = sent(x, Quantize(2, rotation=True))
     np.testing.assert_allclose(y, x, rtol=2.0**-6, atol=abs(value) * 2.0**-7)
     assert not np.delete(y, range(64, 96)).any()  # whole segments of zeros
-
-
-def test_zeros_stay_zeros_and_a_bad_value_spoils_its_bucket_alone():
-    x = np.zeros(3 * 512, np.float32)
-    x[600] = np.inf
-    y = sent(x, Quantize(4, rotation=True))
-    assert np.isnan(y[512:1024]).all()
-    assert (y[:512] == 0).all()
-    assert (y[1024:] == 0).all()
-
-
-def test_signs_differ_from_bucket_to_bucket_and_from_leaf_to_leaf():
-    rotate = jax.jit(reference.rotate, static_argnums=(1, 2), static_argnames="back")
-    x = np.ones((3, 512), np.float32)
-    here = np.asarray(rotate(x, 0, 0))
-    assert (here[0] != here[1]).any()
-    assert (here != rotate(x, 1, 0)).any(axis=1).all()
-    np.testing.assert_array_equal(here[1:], rotate(x[1:], 0, 1))
-    np.testing.assert_allclose(rotate(here, 0, 0, back=True), x, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
