@@ -145,32 +145,27 @@ def test_units_are_constants_of_the_derivative(mesh):
             np.testing.assert_allclose(g, np.broadcast_to(want, g.shape), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("batched", [(0, 0), (0, None)])
-@pytest.mark.quick("batched1")
-def test_vmap_is_as_many_calls(mesh, batched):
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.quick("True")
+def test_vmap_is_as_many_calls(mesh, shared):
+    """Whether all elements have the same units or each its own."""
     plan = Plan.build(jax.ShapeDtypeStruct((24, 100), jnp.float32), Quantize(4, 96, rotation=True))
     x = np.stack([tree_of(8, seed=s)["matrix"] for s in range(3)], 1)
-    each = [unit_of(np.random.default_rng(s), 24, 100) for s in range(3)]
-    units = jax.tree.map(lambda *u: np.stack(u), *each) if batched[1] == 0 else each[0]
+    each = [unit_of(np.random.default_rng(0 if shared else s), 24, 100) for s in range(3)]
+    units = each[0] if shared else jax.tree.map(lambda *u: np.stack(u), *each)
 
     def one(x, units):
         return pmean_with_residual("here", x, "data", plan, units=[units], exchange="xla")
 
-    def step(x, units, loop):
-        if not loop:
-            mean, lost = jax.vmap(one, batched)(x[0], units)
-            return mean, lost[0][None]
-        rows = [
-            units if batched[1] is None else jax.tree.map(lambda u, i=i: u[i], units)
-            for i in range(3)
-        ]
-        out = [one(x[0, i], row) for i, row in enumerate(rows)]
-        return jnp.stack([m for m, _ in out]), jnp.stack([e[0] for _, e in out])[None]
+    def step(x, units):
+        mean, lost = jax.vmap(one, (0, None if shared else 0))(x[0], units)
+        return mean, lost[0][None]
 
-    def run(loop):
-        return sharded(functools.partial(step, loop=loop), mesh, GIVEN, (P(), P("data")))(x, units)
-
-    jax.tree.map(np.testing.assert_array_equal, run(False), run(True))
+    means, losses = sharded(step, mesh, GIVEN, (P(), P("data")))(x, units)
+    for i, unit in enumerate(each):
+        mean, (lost,) = reduce(mesh, plan, x[:, i], [unit], residual=True)
+        np.testing.assert_array_equal(means[i], mean)
+        np.testing.assert_array_equal(losses[:, i], lost)
 
 
 @pytest.mark.parametrize("rotation", [False, True])
