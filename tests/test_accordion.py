@@ -1,7 +1,6 @@
 """Accordion: many bits where the gradients' norm changes by the threshold, few elsewhere."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from adaptive_training import LIKE, MESH, SCALE, Training, gradients
-from cgx_jax import Adaptive, ErrorFeedback, Quantize
+from cgx_jax import Adaptive, Quantize
 from cgx_jax.policies import Accordion, Problem, Uniform
 from cgx_jax.policies.decide import Refresh, last_norm
 from worlds import on_ranks
@@ -71,22 +70,6 @@ def test_bits_follow_the_change_of_the_norm_and_two_plans_are_compiled_once_each
         few, many = plans[FEW.bits](own), plans[MANY.bits](own)
         jax.tree.map(np.testing.assert_array_equal, mean, few if bits == FEW.bits else many)
         assert (few["big"] != many["big"]).any()
-
-
-# Step 9 lies between a look and its use.
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [9, 13])
-def test_a_resumed_run_compares_with_the_norm_before_the_break(steps):
-    first = Training(accordion(), memory=ErrorFeedback())
-    first.run(steps)
-    policy = accordion()
-    policy.load_state_dict(json.loads(json.dumps(first.policy.state_dict())))
-    second = Training(policy, memory=ErrorFeedback())
-    second.state = second.placed(jax.tree.map(np.asarray, first.state))
-    expected, got = run(first, [1, 3, 3]), run(second, [1, 3, 3])
-    jax.tree.map(np.testing.assert_array_equal, expected, got)
-    assert policy.history == first.policy.history
-    assert {frozenset(r.bits) for r in policy.history[2:]} == {frozenset({2}), frozenset({8})}
 
 
 @pytest.mark.parametrize(

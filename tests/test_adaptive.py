@@ -67,29 +67,13 @@ def error_of_one_step(code):
 
 
 @pytest.mark.slow
-def test_a_steady_training_keeps_its_plan():
-    policy = few(every=6)
-    training = Training(policy)
-    training.run(40)
-    assert [r.outcome for r in policy.history][:1] == ["changed"]
-    assert {r.outcome for r in policy.history[1:]} == {"kept"}
-    assert len(policy.compile_seconds) == 2
-
-
-@pytest.mark.slow
-def test_known_plans_are_not_compiled_again_and_their_number_is_bounded():
+def test_the_number_of_plans_is_bounded():
     policy = few(every=5, max_plans=2, decay=0.01, sample_every=1)
     training = Training(policy)
     swapped = {"bias": 1.0, "big": 10.0, "small": 0.01, "table": 1.0}
     for scale in (SCALE, swapped, SCALE, swapped):
         training.run(10, scale)
-    assert policy.metrics()["cgx/plans"] == 2
-    assert len(policy.compile_seconds) == 2
-    free = few(every=5, decay=0.01, sample_every=1)
-    training = Training(free)
-    for scale in (SCALE, swapped, SCALE, swapped):
-        training.run(10, scale)
-    assert free.metrics()["cgx/plan_changes"] > len(free.compile_seconds) - 1
+    assert policy.metrics()["cgx/plans"] == len(policy.compile_seconds) == 2
 
 
 def test_metrics_say_what_every_leaf_has_and_what_a_rank_sends():

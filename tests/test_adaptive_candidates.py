@@ -1,7 +1,6 @@
 """Adaptive among compressors of several kinds: measured, chosen, compiled and saved."""
 
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -210,21 +209,3 @@ def test_a_checkpoint_of_mixed_kinds_goes_on_as_if_nothing_had_happened(mixed):
     assert json.loads(json.dumps(again.state_dict())) == saved
     resumed.run(1, grads=gradients())
     assert len(again.compile_seconds) == 1
-
-
-def test_a_checkpoint_of_a_compressor_that_is_not_at_hand_is_refused_with_its_name(mixed):
-    saved = json.loads(json.dumps(mixed[0].policy.state_dict()))
-    fewer = adaptive(base=START, candidates=MIXED[:-1])
-    fewer.load_state_dict(saved)
-    message = f"has the candidate {repr(MIXED[-1])!a} where this one has None"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Training(fewer)
-
-
-def test_a_checkpoint_of_other_adaptive_leaves_is_refused(mixed):
-    saved = mixed[0].policy.state_dict()
-    fewer = adaptive(base=Rules([Rule(Identity(), path="big")], PLAIN), candidates=MIXED)
-    fewer.load_state_dict(saved)
-    says = "saved policy adapts leaf 1 where this one has 2; pass"
-    with pytest.raises(ValueError, match=says):
-        Training(fewer)

@@ -1,21 +1,16 @@
 """Adaptive among families: bits, top-k and low rank; states wait while they are not in use."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cgx_jax
-from adaptive_training import MESH, WORLD, Training, adaptive
+from adaptive_training import WORLD, Training, adaptive
 from cgx_jax import ErrorFeedback, Quantize
 from cgx_jax.compressors import PowerSGD, Signum, TopK
 from cgx_jax.leaves import Leaf
-from cgx_jax.policies import LeastTime, Uniform
+from cgx_jax.policies import Uniform
 from cgx_jax.policies.decide import Subject
-from profiles import SLOW
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache", "unoptimized")
@@ -75,13 +70,6 @@ def test_each_leaf_takes_the_family_that_suits_it(mixed):
     assert chosen(training.policy) == EXPECTED
 
 
-@pytest.mark.slow
-def test_least_time_chooses_among_families_too():
-    training = Training(policy(solver=LeastTime(SLOW)), like=LIKE)
-    run(training, 9)
-    assert chosen(training.policy) == EXPECTED
-
-
 def test_a_gathered_code_weighs_what_all_its_copies_take():
     leaf = Leaf("w", (4096,), np.dtype(np.float32))
     averages = {"square": np.ones(1), "error": np.ones((1, 2))}
@@ -112,27 +100,6 @@ def test_states_of_all_candidates_are_kept_in_shapes_that_no_plan_changes(mixed)
     assert np.abs(np.asarray(shared[1]) - first).max() > 0.1  # in use since the change
     waiting = training.state[0].codes.shared["dense"][1]
     np.testing.assert_array_equal(waiting, PowerSGD(2).init((64, 64), jnp.float32))
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_a_mixed_plan_goes_on_bit_for_bit(mixed, tmp_path):
-    ocp = pytest.importorskip("orbax.checkpoint")
-    training, _, _ = mixed
-    saved = json.loads(json.dumps(training.policy.state_dict()))
-    with ocp.StandardCheckpointer() as files:
-        files.save(Path(tmp_path) / "state", training.state)
-        files.wait_until_finished()
-        again = Training(policy(), memory=ErrorFeedback(), like=LIKE)
-        again.policy.load_state_dict(saved)
-        shardings = cgx_jax.state_shardings(again.state, "data", MESH)
-        like = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), again.state, shardings
-        )
-        again.state = files.restore(Path(tmp_path) / "state", like)
-    _, here = run(training, 2, first=50)
-    _, there = run(again, 2, first=50)
-    assert chosen(again.policy) == EXPECTED
-    jax.tree.map(np.testing.assert_array_equal, here, there)
 
 
 def test_a_state_of_each_rank_waits_too():
