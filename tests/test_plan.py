@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cgx_jax import Cast, Identity, Plan, Quantize, plan_table
+from cgx_jax import Cast, Plan, Quantize, plan_table
 from cgx_jax.choice.auto import Load
 from cgx_jax.route.route import load_of
 
@@ -17,16 +17,6 @@ TREE = {
     "count": np.zeros((64, 64), np.int32),
     "empty": np.zeros((0, 64), np.float32),
 }
-
-
-def chosen(plan):
-    return {leaf.path: c for leaf, c in zip(plan.leaves, plan.compressors, strict=True)}
-
-
-def test_overrides_go_before_the_rule():
-    plan = Plan.build(TREE, Quantize(4), overrides={"small": Quantize(2), "half": Identity()})
-    assert chosen(plan)["small"] == Quantize(2)
-    assert chosen(plan)["half"] == Identity()
 
 
 def test_a_buffers_load_counts_the_values_that_are_dearer_to_encode():
