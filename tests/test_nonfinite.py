@@ -5,7 +5,6 @@ import sys
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import cgx_jax
@@ -247,15 +246,6 @@ def test_a_skipped_step_is_zero_leaves_the_state_and_counts(mesh, caplog, option
     unchanged = lambda s: jax.tree.leaves(s._replace(step=0, skipped=0))  # noqa: E731
     for x, y in zip(unchanged(after), unchanged(state), strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize("kept", ["memory", "moments"])
-@pytest.mark.quick("memory")
-def test_steps_are_counted_without_the_mode(mesh, kept):
-    step, state = optimizer(mesh, **KEPT[kept])
-    for grads in (gradients(), spoilt(), spoilt(), gradients()):
-        _, state = step(grads, state)
-    assert transforms.metrics((state, optax.EmptyState())) == {"cgx/skipped": 2}
 
 
 @pytest.mark.parametrize(

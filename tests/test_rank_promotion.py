@@ -10,7 +10,7 @@ import pytest
 
 import cgx_jax
 from cases import CHUNKED, FEW, every
-from cgx_jax import ErrorFeedback, Quantize
+from cgx_jax import Quantize
 from cgx_jax.kernels import chunk, reference
 from cgx_jax.kernels.wire import Layout, Slot
 from cgx_jax.transforms import MomentumCorrection
@@ -49,10 +49,8 @@ def test_collectives_need_no_rank_promotion(name, mesh):
 
 
 STATES = {
-    "plain": {},
-    "feedback": {"memory": ErrorFeedback(0.9)},
-    "momentum": {"memory": MomentumCorrection()},
-    "preconditioned": {"precondition": cgx_jax.SecondMoment()},
+    "nothing": {},
+    "both": {"memory": MomentumCorrection(), "precondition": cgx_jax.SecondMoment()},
 }
 
 

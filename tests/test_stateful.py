@@ -106,23 +106,6 @@ def test_a_state_of_each_rank_is_kept_from_step_to_step(check_vma, mesh):
     np.testing.assert_array_equal(state.codes.own["a"]["kernel"][0], kernel)
 
 
-def test_a_shared_state_converges_as_power_iteration_does(mesh):
-    """`RankOne` keeps its right factor, so on constant gradients it finds the main direction."""
-    tx = cgx_jax.sync_gradients("data", Rules((), RankOne()), exchange="xla")
-    grads = normal(8, 40, 60)
-    state = tx.init(jnp.zeros((40, 60)))
-    specs = cgx_jax.state_specs(state, "data")
-    assert specs.codes.shared == P()
-    step = stepper(tx, mesh, state)
-    errors = []
-    for _ in range(30):
-        mean, state = step(grads, state)
-        errors.append(np.linalg.norm(np.asarray(mean) - grads.mean(0)))
-    best = np.sqrt((np.linalg.svd(grads.mean(0))[1][1:] ** 2).sum())
-    assert errors[-1] < errors[0]
-    assert errors[-1] == pytest.approx(best, rel=0.01)
-
-
 @pytest.mark.parametrize("compressor", [DELTA, RankOne()], ids=["own", "shared"])
 def test_a_step_that_is_not_finite_leaves_the_state(compressor, mesh):
     tx = cgx_jax.sync_gradients("data", compressor, mesh=mesh, exchange="xla")

@@ -19,7 +19,6 @@ from mean_compressor import Mean
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
-WIDTHS = tuple(Quantize(b) for b in range(1, 9))
 TWO = (Quantize(2), Quantize(8))  # quicker to compile, where averages matter and widths do not
 
 
@@ -118,31 +117,6 @@ def test_a_candidate_that_overflows_counts_as_useless_and_strikes_no_leaf():
     assert got["weight"].tolist() == [1]
     assert got["error"][0, 0] < 0.1 * got["square"][0]
     np.testing.assert_allclose(got["error"][0, 1], 1e12 * got["square"][0], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_averages_are_those_of_the_ranks_leaves():
-    rng = np.random.default_rng(1)
-    leaves = [
-        rng.normal(size=(2, 64, 64)).astype(np.float32),
-        rng.normal(size=(2, 700)).astype(np.float32) * 5,
-        np.zeros((2, 100), np.float32),
-        rng.normal(size=(2, 33)).astype(jnp.bfloat16),
-    ]
-    got = measure(Sampler(WIDTHS, runs=100), leaves)
-    for k, x in enumerate(leaves):
-        x = x.astype(np.float32)
-        seen = x.reshape(2, -1)
-        seen = seen[:, : seen.shape[1] // 512 * 512 or seen.shape[1]]
-        scale = x[0].size / seen[0].size
-        np.testing.assert_allclose(
-            got["square"][k], scale * (seen**2).sum(1).mean(), rtol=1e-4, atol=1e-10
-        )
-        for c, error in zip(WIDTHS, got["error"][k], strict=True):
-            expected = scale * np.mean([true_error(row, c) for row in seen])
-            np.testing.assert_allclose(error, expected, rtol=0.02, atol=1e-10)
-    assert not got["nonfinite"].any()
-    assert (got["weight"] == 1).all()
 
 
 def test_a_sample_of_runs_is_near_the_whole():
