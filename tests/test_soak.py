@@ -34,13 +34,6 @@ def test_a_slope_has_the_standard_error_of_independent_samples():
     assert report.slope(times[:3], times[:3]) is None
 
 
-def test_a_slope_of_samples_that_depend_on_each_other_has_a_larger_error():
-    rng, times = np.random.default_rng(0), np.arange(600) / 600
-    held = [np.repeat(rng.standard_normal(60), 10) for _ in range(200)]  # 10 samples alike
-    rates, errors = np.transpose([report.slope(times, v) for v in held])
-    assert errors.mean() == pytest.approx(rates.std(), rel=0.2)
-
-
 def test_only_caches_of_fixed_size_keep_anything_of_a_dropped_program():
     mesh = jax.make_mesh((2,), ("data",))
 
