@@ -258,7 +258,7 @@ def kinds():
     line, grid = mesh_of(data=WORLD), mesh_of(node=2, local=WORLD // 2)
     check_exchange(Mpi(), line, "data")
     key, x = jax.random.key(5), normal(WORLD, 8 * WORLD, 70)
-    codes = [Quantize(4), Quantize(3, 96, "stochastic"), Cast(jnp.bfloat16), Steps(), Largest()]
+    codes = [Quantize(3, 96, "stochastic"), Cast(jnp.bfloat16), Steps(), Largest()]
 
     def reduced(e, x, axis="data", **levels):
         options = {"key": key, "exchange": e, **levels}
