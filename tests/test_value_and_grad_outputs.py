@@ -442,7 +442,7 @@ RUDE = {
 
 
 @pytest.mark.parametrize("loss", RECIPES.values(), ids=RECIPES)
-@pytest.mark.quick("own", "sequence")
+@pytest.mark.quick("sequence")
 def test_one_example_per_rank(case, loss):
     params, x, y, _ = case
     check_close(vag(loss)(params, x[:8], y[:8]), of_jax(loss, params, x[:8], y[:8]))
@@ -612,7 +612,6 @@ SOLVED = {
     "columns *",
     "a system *",
     "a determinant",
-    "an interpolation",
     "a root",
     "a solution *",
 )
@@ -769,14 +768,12 @@ def test_nnx_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(case
     np.testing.assert_allclose(model.var[...], exact.var[...], rtol=1e-5)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.quick("True")
-def test_linens_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(case, remat):
+def test_linens_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(case):
     _, x, y, _ = case
 
     def model(axis_name):
-        kind = nn.remat(nn.BatchNorm) if remat else nn.BatchNorm
-        return nn.Sequential([nn.Dense(32), kind(use_running_average=False, axis_name=axis_name)])
+        norm = nn.remat(nn.BatchNorm)(use_running_average=False, axis_name=axis_name)
+        return nn.Sequential([nn.Dense(32), norm])
 
     variables = jax.jit(model(None).init)(jax.random.key(0), x)
 
