@@ -40,10 +40,6 @@ def test_a_buffers_load_counts_the_values_that_are_dearer_to_encode():
     assert load_of(plan.coded(buffer), in_units={both}).in_units == sizes["both"]
 
 
-def test_a_bare_array_is_compressed_as_asked():
-    assert Plan.build(np.zeros(3, np.float32), Quantize(2)).buffers == ((0,),)
-
-
 def test_buffers_hold_consecutive_leaves_up_to_the_fusion_size():
     leaves = [np.zeros((32, 32), np.float32) for _ in range(10)]
     plan = Plan.build(leaves, fusion_bytes=3 * 4096)

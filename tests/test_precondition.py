@@ -278,7 +278,10 @@ UNITS = SecondMoment()
 CHANGED = {  # what a state says that other options have made
     r"holds no moments, but precondition=SecondMoment\(.*init": ((None,), (UNITS,)),
     r"holds moments, but precondition=None": ((UNITS,), (None,)),
-    r"holds 0 arrays per leaf, but memory=ErrorFeedback\(.*init": ((None,), (None, ErrorFeedback())),
+    r"holds 0 arrays per leaf, but memory=ErrorFeedback\(.*init": (
+        (None,),
+        (None, ErrorFeedback()),
+    ),
 }
 
 

@@ -1,9 +1,11 @@
-"""A program in the style of public ones: few lines change, losses stay, only bytes travel."""
+"""Programs in the style of public ones: few lines change, losses stay, only bytes travel."""
 
 import difflib
+import functools
 import inspect
 import textwrap
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Identity, Quantize, Rule, Rules
 from hlo import collectives
+from plain_jit_case import auto_mesh
 
 pytestmark = pytest.mark.usefixtures("unoptimized", "standard_promotion")
 
@@ -52,7 +55,7 @@ AT = {
 }
 
 
-def explicit_params():
+def explicit_params(at):
     w, hd = WIDTH, WIDTH // HEADS
     shapes = {
         "embed": (VOCABULARY, w),
@@ -69,7 +72,7 @@ def explicit_params():
     draw = lambda s: rng.normal(size=s).astype(np.float32) * s[-1] ** -0.5  # noqa: E731
     params = jax.tree.map(draw, shapes, is_leaf=lambda s: isinstance(s, tuple))
     params["blocks"]["norm"][:] = 1
-    placed = jax.tree.map(lambda s: NamedSharding(jax.sharding.get_mesh(), s), AT)
+    placed = jax.tree.map(lambda s: NamedSharding(jax.sharding.get_mesh(), s), at)
     return jax.device_put(params, placed)
 
 
@@ -156,8 +159,8 @@ def test_explicit_axes_with_tensor_parallelism_and_accumulation():
     # The norms are used element-wise, for which JAX has no rule.
     policy = Rules([Rule(Identity(), path="norm")], Quantize(8))
     with jax.set_mesh(mesh):
-        exact, like, before = train(exact_program, policy, explicit_params())
-        ours, params, after = train(explicit_program, policy, explicit_params())
+        exact, like, before = train(exact_program, policy, explicit_params(AT))
+        ours, params, after = train(explicit_program, policy, explicit_params(AT))
     check_losses(ours, exact)
     jax.tree.map(lambda a, b: np.testing.assert_equal(jax.typeof(a), jax.typeof(b)), params, like)
     assert changed_lines(explicit_program, exact_program) <= 3
@@ -167,3 +170,169 @@ def test_explicit_axes_with_tensor_parallelism_and_accumulation():
     assert not [c for c in sent if c.op == "all-gather" and c.dtype != "u8"]
     bytes_of = lambda c: c.memory_analysis().temp_size_in_bytes  # noqa: E731
     assert bytes_of(after) <= 1.05 * bytes_of(before)
+
+
+# --- In the style of minformer: FSDP over the only axis, along different dimensions, in bf16.
+
+SHARDS = {
+    "embed": P(None, "data"),
+    "head": P("data"),
+    "blocks": {
+        "qkv": P(None, "data"),
+        "out": P(None, None, None, "data"),
+        "up": P(None, None, "data"),
+        "down": P(None, "data"),
+        "norm": P(),
+    },
+}
+
+
+def whole(shards):
+    """Returns the specs of leaves that are gathered over the axis."""
+    return jax.tree.map(
+        lambda x: P(*[None] * x.ndim, reduced={"data"}) if x.ndim > 1 else P(), shards
+    )
+
+
+def half(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+def fsdp_block(h, layer, gather):
+    layer = {"norm": layer["norm"], **gather({k: x for k, x in layer.items() if k != "norm"})}
+    return block(h, half(layer))
+
+
+def fsdp_loss(params, tokens, gather):
+    ends = half(gather({k: params[k] for k in ("embed", "head")}))
+    h = ends["embed"].at[tokens[:, :-1]].get(out_sharding=P("data"))
+    each = jax.checkpoint(functools.partial(fsdp_block, gather=gather))
+    h, _ = jax.lax.scan(each, h, params["blocks"])
+    logits = (h @ ends["head"]).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    mask = tokens[:, 1:] % 3 != 0
+    return jnp.sum(losses * mask) / jnp.sum(mask)
+
+
+def exact_fsdp(policy):
+    def gather(shards):
+        return jax.tree.map(jax.reshard, shards, whole(shards))
+
+    return fsdp_step(gather)
+
+
+def compressed_fsdp(policy):
+    def gather(shards):
+        how = {"backward": policy, "exchange": "xla"}
+        return cgx_jax.reshard(shards, whole(shards), Quantize(8), **how)
+
+    return fsdp_step(gather)
+
+
+def fsdp_step(gather):
+    tx = optax.adamw(3e-3)
+
+    @jax.jit
+    def step(params, state, batches):
+        loss, grads = jax.value_and_grad(fsdp_loss)(params, batches[0], gather)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return tx, step
+
+
+def test_fsdp_over_the_only_axis_by_reshard():
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        exact, like, before = train(exact_fsdp, None, explicit_params(SHARDS))
+        policy = Quantize(6)
+        ours, params, after = train(compressed_fsdp, policy, explicit_params(SHARDS))
+    check_losses(ours, exact)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(jax.typeof(a), jax.typeof(b)), params, like)
+    assert changed_lines(compressed_fsdp, exact_fsdp) <= 3
+    sent = collectives(after.as_text())
+    assert {c.dtype for c in sent if c.nbytes > 4096} == {"u8"}
+    bytes_of = lambda c: c.memory_analysis().temp_size_in_bytes  # noqa: E731
+    assert bytes_of(after) <= 1.05 * bytes_of(before)
+
+
+# --- In the style of nanodo: Linen, FSDP by `with_partitioning`, layers in a scan, plain jit.
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, h, _):
+        init = nn.initializers.lecun_normal()
+        up = nn.Dense(4 * WIDTH, kernel_init=nn.with_partitioning(init, (None, "data")))
+        down = nn.Dense(WIDTH, kernel_init=nn.with_partitioning(init, ("data", None)))
+        before = jnp.pad(h, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        return h + down(nn.gelu(up(nn.LayerNorm()(h + before)))), None
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        init = nn.with_partitioning(nn.initializers.normal(1.0), (None, "data"))
+        embed = nn.Embed(VOCABULARY, WIDTH, embedding_init=init)
+        layers = nn.scan(
+            nn.remat(LinenBlock),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+            metadata_params={nn.PARTITION_NAME: None},
+        )
+        h, _ = layers()(embed(tokens), None)
+        return embed.attend(nn.LayerNorm()(h))
+
+
+def linen_loss(params, tokens):
+    logits = LinenModel().apply({"params": params}, tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def exact_linen(mesh, specs, tx):
+    return linen_step(jax.value_and_grad(linen_loss), tx)
+
+
+def compressed_linen(mesh, specs, tx):
+    how = {"specs": specs, "weights": Quantize(8), "mesh": mesh, "exchange": "xla"}
+    q4 = Quantize(4, rotation=True)
+    return linen_step(cgx_jax.value_and_grad(linen_loss, "data", q4, **how), tx)
+
+
+def linen_step(grad_fn, tx):
+    def step(params, state, tokens):
+        loss, grads = grad_fn(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+@pytest.mark.slow
+def test_linen_with_fsdp_by_its_partitioning(no_cache):
+    mesh, tx = auto_mesh((4,)), optax.adam(3e-3)
+    is_spec = lambda s: isinstance(s, P)  # noqa: E731
+
+    def begin(key):
+        params = LinenModel().init(key, jnp.zeros((1, LENGTH), jnp.int32))["params"]
+        return params, tx.init(params)
+
+    specs = nn.get_partition_spec(jax.eval_shape(begin, jax.random.key(0)))
+    at = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+    batches = [tokens(t, 16) for t in range(STEPS)]
+    batches = jax.device_put(batches, NamedSharding(mesh, P("data")))
+    losses, programs = {}, {}
+    for make in (exact_linen, compressed_linen):
+        params, state = jax.jit(begin, out_shardings=at)(jax.random.key(0))
+        step = jax.jit(make(mesh, specs[0], tx), out_shardings=(*at, None))
+        programs[make] = step.lower(params, state, batches[0]).compile()
+        losses[make] = []
+        for batch in batches:
+            params, state, loss = step(params, state, batch)
+            losses[make].append(float(loss))
+    check_losses(losses[compressed_linen], losses[exact_linen])
+    assert changed_lines(compressed_linen, exact_linen) <= 3
+    sent = collectives(programs[compressed_linen].as_text())
+    assert {c.dtype for c in sent if c.nbytes > 4096} == {"u8"}
+    memory = [p.memory_analysis().temp_size_in_bytes for p in programs.values()]
+    assert memory[1] <= 1.05 * memory[0]
