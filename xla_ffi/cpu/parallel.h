@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -82,7 +83,8 @@ void parallel_for(Pool& pool, int64_t tasks, F&& f) {
   work();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_done.wait(lock, [&] { return state->done == tasks; });
-  if (state->error) std::rethrow_exception(state->error);
+  // A late helper may free the state, but not while the caller handles what it took from there.
+  if (const auto error = std::exchange(state->error, nullptr)) std::rethrow_exception(error);
 }
 
 // The number of tasks into which to split a range that holds `values` values.

@@ -409,13 +409,13 @@ NcclLibrary make_library(bool windows) {
 
 const NcclLibrary* nccl_library(std::string*) {
   static const NcclLibrary library = make_library(true), old = make_library(false);
-  emulator::intercept = [](const char* call) { return result_of(call); };
   return nccl.windows ? &library : &old;
 }
 
 }  // namespace cgx
 
 int main() {
+  emulator::intercept = [](const char* call) { return result_of(call); };
   sums();
   refused();
   shared_memory();
