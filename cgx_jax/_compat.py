@@ -159,10 +159,10 @@ batching.primitive_batchers[_same_everywhere_p] = lambda args, dims: (
 
 
 def outside_vmap(caller: str, x: T, *, retypes: bool) -> T:
-    """Returns `x`, to be passed to a shard_map; raises ValueError where vmap cannot map that.
+    """Returns `x`, an operand of a shard_map; raises ValueError under a vmap that JAX cannot do.
 
-    JAX maps no shard_map whose operands or results, if it `retypes`, are `reduced` or `unreduced`.
-    It gathers a mapped dimension that is sharded.
+    JAX cannot map over operands that are `reduced` or `unreduced`, nor over a shard_map that
+    `retypes` to these. It gathers a mapped dimension that is sharded.
     """
     return _outside_vmap_p.bind(x, caller=caller, retypes=retypes)
 

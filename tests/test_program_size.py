@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import ErrorFeedback, Quantize, SecondMoment
-from cgx_jax.compressors import DGC, Signum
+from cgx_jax.compressors import DGC, PowerSGD, Signum
 from cgx_jax.transforms import MomentumCorrection, diloco
 from worlds import ranks, sharded
 
@@ -117,6 +117,12 @@ KEPT = {  # parts of a state that have a row for each rank
 def test_one_program_makes_all_rows_of_a_state(name, mesh):
     program = jax.make_jaxpr(KEPT[name](mesh).init)(leaves(4))
     assert str(program).count("shard_map[") == 1
+
+
+def test_leaves_of_one_width_share_the_first_factors_of_a_low_rank(mesh):
+    low_rank = cgx_jax.sync_gradients("data", PowerSGD(2), mesh=mesh)
+    program = jax.make_jaxpr(low_rank.init)([jnp.zeros((n, 64)) for n in (64, 96, 128)])
+    assert str(program).count("erf_inv") == 1
 
 
 def fusions(compiled):
