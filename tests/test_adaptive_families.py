@@ -94,21 +94,21 @@ def test_a_change_of_family_loses_nothing(mixed):
 def test_states_of_all_candidates_are_kept_in_shapes_that_no_plan_changes(mixed):
     training, before, _ = mixed
     assert jax.tree.map(jnp.shape, training.state) == before
-    shared = training.state[0].codes.shared["matrix"]
+    shared = [tree["matrix"] for tree in training.state[0].codes.shared]
     first = PowerSGD(2).init(LIKE["matrix"].shape, jnp.float32)
     assert [np.shape(s) for s in shared] == [(0,), (2, 64), (0,), (0,), (0,)]
     assert np.abs(np.asarray(shared[1]) - first).max() > 0.1  # in use since the change
-    waiting = training.state[0].codes.shared["dense"][1]
+    waiting = training.state[0].codes.shared[1]["dense"]
     np.testing.assert_array_equal(waiting, PowerSGD(2).init((64, 64), jnp.float32))
 
 
 def test_a_state_of_each_rank_waits_too():
     candidates = (Signum(0.5), Quantize(4, 64))
     training = Training(policy(candidates=candidates), like=LIKE)
-    own = training.state[0].codes.own["dense"]
-    assert jax.tree.map(jnp.shape, own) == ((WORLD, 64, 64), ())
+    own = [tree["dense"] for tree in training.state[0].codes.own]
+    assert jax.tree.map(jnp.shape, own) == [(WORLD, 64, 64), ()]
     run(training, 1)
-    assert not np.asarray(training.state[0].codes.own["dense"][0]).any()
+    assert not np.asarray(training.state[0].codes.own[0]["dense"]).any()
 
 
 def test_a_memory_refuses_a_candidate_that_lets_it_grow_before_it_is_chosen():

@@ -314,7 +314,7 @@ def test_each_leaf_has_the_rank_of_its_rule():
     policy = Rules([Rule(PowerSGD(1), path="conv")], PowerSGD(3))
     params = {"conv": jnp.zeros((3, 3, 8, 16)), "dense": jnp.zeros(MATRIX), "bias": jnp.zeros(60)}
     state = jax.eval_shape(cgx_jax.sync_gradients("data", policy, exchange="xla").init, params)
-    assert {k: np.shape(s) for k, s in state.codes.shared.items()} == {
+    assert {k: np.shape(s) for k, s in state.codes.shared[0].items()} == {
         "conv": (1, 16),
         "dense": (3, 60),
         "bias": (0,),

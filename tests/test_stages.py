@@ -42,7 +42,7 @@ def test_each_step_goes_by_its_stage():
 def test_the_state_of_a_stage_waits_for_it():
     grads = {"w": normal(2, WORLD, 30, 50)}
     _, states = optax_steps.run(sync(Stages((Identity(), PowerSGD(2)), (1,))), MESH, grads)
-    first, waiting, used = (s.codes.shared["w"][1] for s in states)
+    first, waiting, used = (s.codes.shared[1]["w"] for s in states)
     np.testing.assert_array_equal(waiting, first)
     assert (np.asarray(used) != first).any()
 

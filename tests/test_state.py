@@ -28,7 +28,7 @@ from cgx_jax import (
     transforms,
 )
 from cgx_jax.compressors import DGC, Identity, PowerSGD, Signum, Threshold
-from cgx_jax.policies import Adaptive
+from cgx_jax.policies import Adaptive, Stages
 from cgx_jax.transforms import MomentumCorrection, local_params, local_steps, scatter_gradients
 from worlds import RANKS, sharded, with_state
 
@@ -313,10 +313,13 @@ def test_the_state_in_an_optimizer_of_nnx_is_found(form, mesh):
     assert transforms.metrics(state)["cgx/overflow"] == 0
 
 
-@pytest.mark.parametrize("code", [Signum(), PowerSGD(2)], ids=repr)
+@pytest.mark.parametrize(
+    "code", [Signum(), PowerSGD(2), Stages((PowerSGD(2), Signum()), (1,))], ids=repr
+)
 def test_codes_keep_their_state_in_an_optimizer_of_nnx(code, mesh):
-    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
-    tx = optax.chain(sync(mesh, code), optax.sgd(0.1))
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    sync = cgx_jax.sync_gradients("data", code, mesh=mesh, exchange="xla")
+    tx = optax.chain(sync, optax.sgd(0.1))
     graph, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
 
     def step(state):
@@ -325,7 +328,8 @@ def test_codes_keep_their_state_in_an_optimizer_of_nnx(code, mesh):
         return nnx.state((model, optimizer))
 
     specs = cgx_jax.state_specs(state, "data")
-    after = sharded(step, mesh, (specs,), specs, check_vma=False)(state)
+    step = sharded(step, mesh, (specs,), specs, check_vma=False)
+    after = step(step(state))  # all stages
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     codes = after[1]["opt_state"][0]["codes"]
     assert all(np.asarray(x).any() for x in jax.tree.leaves(codes))

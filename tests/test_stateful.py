@@ -92,8 +92,8 @@ def test_a_state_of_each_rank_is_kept_from_step_to_step(check_vma, mesh):
     """`Difference` sends changes, so the results add up to the mean of the last gradients."""
     tx = cgx_jax.sync_gradients("data", DELTA, mesh=mesh, exchange="xla")
     state = tx.init(LOCAL)
-    assert state.codes.own["a"]["kernel"][0].shape == (8, 64, 64)
-    assert state.codes.own["bias"] == ()  # exact
+    assert state.codes.own[0]["a"]["kernel"][0].shape == (8, 64, 64)
+    assert state.codes.own[0]["bias"] == ()  # exact
     step = stepper(tx, mesh, state, check_vma=check_vma)
     seen = 0.0
     for i in range(4):
@@ -103,7 +103,7 @@ def test_a_state_of_each_rank_is_kept_from_step_to_step(check_vma, mesh):
         np.testing.assert_allclose(mean["bias"], grads["bias"].mean(0), atol=1e-6)
     kernel = grads["a"]["kernel"]
     assert np.abs(seen - kernel.mean(0)).max() <= 4 / 512 + 1e-5
-    np.testing.assert_array_equal(state.codes.own["a"]["kernel"][0], kernel)
+    np.testing.assert_array_equal(state.codes.own[0]["a"]["kernel"][0], kernel)
 
 
 @pytest.mark.parametrize("compressor", [DELTA, RankOne()], ids=["own", "shared"])
@@ -144,16 +144,17 @@ def test_state_works_under_pmap_and_in_value_and_grad(compressor, mesh):
 
 
 def test_the_state_of_other_compressors_is_refused(mesh):
-    policies = DELTA, Quantize(4), Stages((Quantize(4), DELTA), (3,))
-    stateful, other, stages = (
+    one, two = Quantize(4), DELTA
+    policies = two, one, Stages((one, two), (3,)), Stages((two, one), (3,))
+    stateful, other, stages, turned = (
         cgx_jax.sync_gradients("data", c, mesh=mesh, exchange="xla") for c in policies
     )
     for tx, state, says in (
         (stateful, other.init(LOCAL), "holds nothing for Difference"),
         (other, stateful.init(LOCAL), r"the state of Quantize.* is .*but its init makes \[\]"),
-        (stages, stateful.init(LOCAL), r"the state of Quantize.* is .*but its init makes \[\]"),
-        (stateful, stages.init(LOCAL), "the state of Difference"),
-        (other, stages.init(LOCAL), "the state of Quantize"),
+        (stages, stateful.init(LOCAL), r"1 tree\(s\) of compressors' states, but .* needs 2"),
+        (stateful, stages.init(LOCAL), r"2 tree\(s\) of compressors' states, but .* needs 1"),
+        (turned, stages.init(LOCAL), r"the state of Difference.* is \[\] here, but its init makes"),
     ):
         with pytest.raises(ValueError, match=rf"^sync_gradients: .*{says}.*other options"):
             jax.eval_shape(stepper(tx, mesh, state), TREE, state)

@@ -320,23 +320,24 @@ def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
                 "the state from this transformation's init for parameters in the gradients' dtypes."
             )
         return
-    require_paths(expected, "codes", codes, subtrees=True)
+    require_paths(expected, "codes", (*codes.own, *codes.shared), subtrees=True)
+    most = max(map(len, choices), default=0)
+    if len(codes.own) != most:
+        trees = f"{len(codes.own)} tree(s) of compressors' states"
+        raise _of_other_options(caller, trees, f"the policy needs {most}")
     try:
-        own, shared = (treedef.flatten_up_to(x) for x in (codes.own, codes.shared))
+        own, shared = (list(map(treedef.flatten_up_to, trees)) for trees in codes)
     except ValueError as error:
         raise ValueError(
             f"{caller}: the state was made for a tree of other types: {error} {remedy}"
         ) from None
-    for leaf, some, o, s in zip(leaves, choices, own, shared, strict=True):
+    for i, (leaf, some) in enumerate(zip(leaves, choices, strict=True)):
         for (place, compressor), is_shared in itertools.product(enumerate(some), (False, True)):
             make = functools.partial(compressor.init, leaf.shape, leaf.dtype)
             keeps = has_state(compressor, leaf) and compressor.shares_state == is_shared
             wanted: Any = jax.eval_shape(make) if keeps else ()
             shapes = [list(x.shape) for x in jax.tree.leaves(wanted)]
-            kept = s if is_shared else o
-            if len(some) > 1:
-                whole = isinstance(kept, tuple) and len(kept) == len(some)
-                kept = kept[place] if whole else None
+            kept = (shared if is_shared else own)[place][i]
             skip = 0 if is_shared else 1  # the row of this rank
             found = [list(x.shape[skip:]) for x in jax.tree.leaves(kept)]
             if shapes != found or not same_structure(kept, wanted):

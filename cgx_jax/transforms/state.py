@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 import jax
@@ -50,15 +51,15 @@ class EachOf(NamedTuple):
 class CodeState(NamedTuple):
     """States of compressors: trees like the parameters, with a state, or (), at each leaf.
 
-    Under an adaptive policy, several compressors may code a leaf. It then has a tuple with the
-    state of each, in which the state of a compressor that is not in use stays unchanged, so that no
-    plan changes the shapes. `own` differs between ranks: an array of shape s is [world, *s], one
-    row per rank ([1, *s] inside shard_map and pmap). `shared` holds the states of compressors with
-    `shares_state` and is the same on all ranks.
+    Under an adaptive policy or `Stages`, several compressors may code a leaf, so there are several
+    trees: the n-th has the state of each leaf's n-th compressor. The state of a compressor that is
+    not in use stays unchanged, so that no plan changes the shapes. `own` differs between ranks: an
+    array of shape s is [world, *s], one row per rank ([1, *s] inside shard_map and pmap). `shared`
+    holds the states of compressors with `shares_state` and is the same on all ranks.
     """
 
-    own: Annotated[Pytree, PerRank.MEAN]
-    shared: Pytree
+    own: Annotated[tuple[Pytree, ...], PerRank.MEAN]
+    shared: tuple[Pytree, ...]
 
 
 class InRates(NamedTuple):
@@ -328,7 +329,13 @@ def by_tree(
     leaves: list[tuple[Any, ...]], treedef: jax.tree_util.PyTreeDef, count: int
 ) -> tuple[Any, ...]:
     """Inverts `by_leaf`: returns the tuple of `count` trees."""
-    parts = zip(*leaves, strict=True) if leaves else [()] * count
+    return _trees(treedef, zip(*leaves, strict=True) if leaves else [()] * count)
+
+
+def _trees(
+    treedef: jax.tree_util.PyTreeDef, parts: Iterable[Sequence[Pytree]]
+) -> tuple[Pytree, ...]:
+    """Returns a tree of each of `parts`."""
     return tuple(jax.tree.unflatten(treedef, part) for part in parts)
 
 
@@ -413,17 +420,15 @@ def init_rows(
     ]
     kept = kept_by(memory)
 
-    def states(shared: bool) -> Pytree:
+    def states(shared: bool) -> tuple[Pytree, ...]:
         made = [
-            _of_choices(
-                [
-                    c.init(x.shape, x.dtype) if has_state(c, x) and c.shares_state == shared else ()
-                    for c in some
-                ]
-            )
+            [
+                c.init(x.shape, x.dtype) if has_state(c, x) and c.shares_state == shared else ()
+                for c in some
+            ]
             for some, x in zip(choices, leaves, strict=True)
         ]
-        return jax.tree.unflatten(treedef, made)
+        return _trees(treedef, itertools.zip_longest(*made, fillvalue=()))
 
     def make() -> Pytree:
         own = states(shared=False) if coded else ()
@@ -448,11 +453,6 @@ def _explicit_beside(names: tuple[str, ...], x: Any) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec(*kept))
 
 
-def _of_choices(states: Sequence[Pytree]) -> Pytree:
-    """Returns what a leaf keeps, from the state of each of its choices."""
-    return states[0] if len(states) == 1 else tuple(states)
-
-
 def has_state(compressor: Compressor, leaf: Leaf) -> bool:
     """Whether the compressor keeps a state of the leaf."""
     return not compressor.lossless and compressor.has_state(leaf.shape, leaf.dtype)
@@ -465,10 +465,10 @@ def codes_by_leaf(
     if not isinstance(codes, CodeState):
         return [()] * len(plan.leaves)
     out = []
-    own, shared = treedef.flatten_up_to(codes.own), treedef.flatten_up_to(codes.shared)
-    for c, some, o, s in zip(plan.compressors, choices, own, shared, strict=True):
-        kept = s if c.shares_state else own_row(o)
-        out.append(kept if len(some) == 1 else kept[some.index(c)])
+    own, shared = (list(map(treedef.flatten_up_to, trees)) for trees in codes)
+    for i, (c, some) in enumerate(zip(plan.compressors, choices, strict=True)):
+        place = some.index(c)
+        out.append(shared[place][i] if c.shares_state else own_row(own[place][i]))
     return out
 
 
@@ -489,7 +489,7 @@ def codes_after(
     keep = functools.partial(
         jax.tree.map, lambda new, was: jnp.where(finite, new.astype(was.dtype), was)
     )
-    own, shared = treedef.flatten_up_to(old.own), treedef.flatten_up_to(old.shared)
+    own, shared = (list(map(treedef.flatten_up_to, trees)) for trees in old)
     for i, (compressor, leaf) in enumerate(zip(plan.compressors, plan.leaves, strict=True)):
         state = keep(states[i], before[i])
         if compressor.shares_state:
@@ -497,10 +497,8 @@ def codes_after(
         else:
             state = as_rows(axes, state)
         kept = shared if compressor.shares_state else own
-        place = choices[i].index(compressor)
-        waiting = [kept[i]] if len(choices[i]) == 1 else list(kept[i])
-        kept[i] = _of_choices([*waiting[:place], state, *waiting[place + 1 :]])
-    return CodeState(jax.tree.unflatten(treedef, own), jax.tree.unflatten(treedef, shared))
+        kept[choices[i].index(compressor)][i] = state
+    return CodeState(_trees(treedef, own), _trees(treedef, shared))
 
 
 def _check_shared(

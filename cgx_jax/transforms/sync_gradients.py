@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -342,7 +343,7 @@ class Sync:
         over = [_compat.varying_axes(x) - {*self._names} for x in jax.tree.leaves(updates)]
         of_all: frozenset[str] = frozenset().union(*over)
         kept = [(of_all, x) for x in jax.tree.leaves((state.moments[1:], state.statistics))]
-        of_leaves = *trees_of(state.memory), *(state.codes or ()), state.overflow
+        of_leaves = *trees_of(state.memory), *itertools.chain(*state.codes), state.overflow
         for tree in of_leaves:
             with contextlib.suppress(ValueError):  # of other leaves, which is refused later
                 parts = zip(over, treedef.flatten_up_to(tree), strict=True)
