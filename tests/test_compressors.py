@@ -119,6 +119,8 @@ BYTES = {
     Threshold(1.0, 0.01): 100 * (14 / 8 + 4),
     DGC(0.01): 100 * (14 / 8 + 4),
     RandomK(0.01): 400,
+    RandomK(1): 4,
+    RandomK(1.0): 4 * N,
     AdaptiveThreshold(0.01): 100 * 14 / 8 + 8,
     SketchML(256): N + 4 * 256,
     INCEPTIONN((0.01, 0.05, 0.2)): N / 4 + 400 + 1000 + 2000,

@@ -1,5 +1,6 @@
 """The backward-pass hook: its gradients, trees of any paths, and what is hooked twice."""
 
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -52,6 +53,13 @@ def test_hook_takes_leaves_whose_paths_are_in_any_order(params, mesh):
     got = jax.jit(grad)(params, np.arange(8, dtype=np.float32))
     for s, g, v in zip(scale, jax.tree.leaves(got), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(g, np.full(v.shape, 28 * s), rtol=1e-6)
+
+
+def test_hook_returns_what_has_no_gradient_as_it_is(mesh):
+    tree = {"w": jnp.ones((40, 40)), "count": jnp.int32(2), "key": jax.random.key(3)}
+    hook = functools.partial(reduce_in_backward, axis_name="data", compressor=Quantize(8))
+    got = jax.jit(over(mesh, lambda p, _: hook(p), check_vma=False))(tree, jnp.zeros(8))
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), got, tree))
 
 
 def test_an_override_holds_for_all_leaves_of_its_path():

@@ -134,6 +134,13 @@ def test_every_world_size(name, world):
         within(name, got[0], x)
 
 
+@pytest.mark.parametrize("how", ["scatter_gather", "gather_sum", "ring", "tree"])
+def test_the_bound_of_a_mean_is_that_of_the_sum_over_the_number(how):
+    x = normal(4, *SHAPE)
+    bound = functools.partial(named("test", how).error_bound, Quantize(4, 64), jnp.asarray(x))
+    np.testing.assert_allclose(4 * bound(4), bound(1), rtol=1e-5)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", QUICK_WAYS)
 @pytest.mark.quick("scatter_gather-*", "sum_rounds-True", "ring-False", "majority-True")
