@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -181,6 +181,7 @@ def _mapped(args: Any, dims: Any, *, caller: str, retypes: bool) -> Any:
 
 _outside_vmap_p = identity("cgx_outside_vmap")
 batching.primitive_batchers[_outside_vmap_p] = _mapped
+ad.deflinear2(_outside_vmap_p, lambda ct, x, **params: [ct])
 
 
 def result_aval(shape: Sequence[int], dtype: DTypeLike, like: Any) -> jax.core.ShapedArray:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -117,6 +118,42 @@ def test_derivatives_are_those_of_jax(two, move):
     whole = lambda x: np.asarray(jax.reshard(x, P()))  # noqa: E731
     if not jax.typeof(want).sharding.spec.reduced:
         np.testing.assert_allclose(whole(got), whole(want), atol=1e-5)
+
+
+def test_gradients_that_travel_compressed_can_be_differentiated_again(two):
+    x = jax.device_put(normal(0, 16, 64), P("data"))
+    w = jax.device_put(normal(1, 64, 96), P("data"))
+    whole = P(None, None, reduced=D)
+
+    def penalty(gather):
+        grad = jax.grad(lambda w: jnp.mean((x @ gather(w)) ** 4))
+        return jax.jit(jax.grad(lambda w: jnp.sum(grad(w) ** 2)))(w)
+
+    want = penalty(lambda w: jax.reshard(w, whole))
+    got = penalty(lambda w: cgx_jax.reshard(w, whole, backward=Q8, **HOW))
+    np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())
+    exact = cgx_jax.sync_gradients("data", Identity(), **HOW)
+    g = jax.device_put(normal(2, 8, 8), P())
+    of_update = jax.grad(lambda g: jnp.sum(exact.update(g, exact.init(g))[0] ** 2))
+    np.testing.assert_allclose(jax.jit(of_update)(g), 2 * g, rtol=1e-6)
+
+
+def test_parameters_that_are_cut_at_rest_are_whole_where_they_are_reduced(two):
+    """Or gathered and sliced by hand, inside shard_map."""
+    params = jax.device_put(normal(1, 64, 96), P("data"))
+    tx = cgx_jax.sync_gradients("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW)
+    state = tx.init(params)
+    specs = cgx_jax.state_specs(state, "data")
+
+    def step(shard, state):
+        whole = lax.all_gather(shard, "data", tiled=True)
+        means, state = tx.update(whole * (1.0 + lax.axis_index("data").astype(jnp.float32)), state)
+        rows = shard.shape[0]
+        return lax.dynamic_slice_in_dim(means, rows * lax.axis_index("data"), rows), state
+
+    specs = (P("data"), specs)
+    got, _ = jax.jit(jax.shard_map(step, in_specs=specs, out_specs=specs))(params, state)
+    np.testing.assert_allclose(got, 2.5 * np.asarray(params), atol=0.1)
 
 
 OTHER = {
@@ -438,11 +475,13 @@ def test_a_memory_is_sharded_as_its_parameter(two, rows):
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, ("model", "data"))])
-def test_shards_over_the_axis_of_the_reduction_have_no_memory(two, spec):
+def test_gradients_that_are_shards_over_the_axis_of_the_reduction_are_refused(two, spec):
     params = {"w": jax.device_put(normal(1, 64, 64), NamedSharding(two, spec))}
-    says = "^sync_gradients: parameter 'w' is .*, cut over 'data', which the gradients are reduced"
+    tx = cgx_jax.sync_gradients("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW)
+    state = tx.init(params)
+    says = "^sync_gradients: leaf 'w' is .*, cut over 'data', which the gradients are reduced"
     with pytest.raises(ValueError, match=says):
-        cgx_jax.sync_gradients("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW).init(params)
+        tx.update(params, state)
 
 
 def stacked(f, spec):
@@ -545,7 +584,7 @@ WRONG = {
              "reduced: the operand: axis 'batch' is not an axis of its mesh"),
     "reduced already": (lambda: sync_of(P()),
                         r"sync_gradients: leaf 'w' is reduced already.*cgx_jax.reduced\(params"),
-    "sharded gradient": (lambda: sync_of(P("data")), "sync_gradients.*'w'.*must be unreduced"),
+    "sharded gradient": (lambda: sync_of(P("data")), "sync_gradients.*'w'.*cut over 'data'"),
     "replicated memory": (
         lambda: sync_of(P(unreduced=D), everywhere, memory=cgx_jax.ErrorFeedback()),
         "sync_gradients: an array of the state with a row for each rank is .*state_shardings",

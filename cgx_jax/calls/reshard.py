@@ -196,7 +196,7 @@ class _Group:
         back = self.back(self.backward)
         call = jax.custom_vjp(self.compressed)
         call.defvjp(
-            lambda leaves, key: (self.compressed(leaves, key), key),
+            lambda leaves, key: (call(leaves, key), key),
             lambda key, given: (_moved(back, given, folded(_NAME, key, rows.BACKWARD)), None),
         )
         return call(leaves, key)

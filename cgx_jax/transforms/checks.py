@@ -322,8 +322,8 @@ def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
         return
     require_paths(expected, "codes", (*codes.own, *codes.shared), subtrees=True)
     most = max(map(len, choices), default=0)
-    if len(codes.own) != most:
-        trees = f"{len(codes.own)} tree(s) of compressors' states"
+    if counts := {len(codes.own), len(codes.shared)} - {most}:
+        trees = f"{min(counts)} tree(s) of compressors' states"
         raise _of_other_options(caller, trees, f"the policy needs {most}")
     try:
         own, shared = (list(map(treedef.flatten_up_to, trees)) for trees in codes)

@@ -267,7 +267,15 @@ def step_on_ranks(
         spec = _compat.explicit_spec(operand_of(caller, leaf.path), x)
         cut = Cut.of(spec, x.ndim)
         own = spec.unreduced == frozenset(names) and _compat.is_sum(spec)
-        if set(names) & set(cut.names) or (spec.unreduced and not own):
+        if over := set(names) & set(cut.names):
+            raise ValueError(
+                f"{operand_of(caller, leaf.path)} is {spec}, cut over {min(over)!r}, which the "
+                "gradients are reduced over, so it is a shard of their sum already. Gather its "
+                "parameter in the loss by cgx_jax.reshard(..., backward=policy), which compresses "
+                "that sum, and leave it out here (optax.masked). Or differentiate at what is "
+                "gathered, and use cgx_jax.scatter_gradients."
+            )
+        if spec.unreduced and not own:
             raise ValueError(
                 f"{operand_of(caller, leaf.path)} is {spec}; the gradient must be unreduced over "
                 f"{names}, as cgx_jax.reduced(params, axis_name, policy) makes it, or replicated."

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Dimensions, Pytree, Shaped
-from cgx_jax.axes import Axes, after, axes_by_dimension, names_of
+from cgx_jax.axes import Axes, after, names_of
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
@@ -260,8 +260,6 @@ class Sync:
         if is_any_tree(params):
             adapts = isinstance(self.policy, Adaptive)
             return state_of_any_tree(params, self.memory, self.precondition, adapts=adapts)
-        if self.dimensions is None:
-            self._require_whole_parameters(params)
         bound = is_bound(self._names)
         given = params
         if bound and self.dimensions is not None:
@@ -298,19 +296,6 @@ class Sync:
                 codes = codes._replace(shared=shared)
             moments = lax.with_sharding_constraint(moments, replicated)
         return SyncState(step, memory, statistics, moments, codes, overflow, skipped)
-
-    def _require_whole_parameters(self, params: Pytree) -> None:
-        """Raises ValueError for parameters whose gradients are shards over the axes reduced."""
-        for leaf, x in zip(leaves_of(params), jax.tree.leaves(params), strict=True):
-            spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else PartitionSpec()
-            if cut := {*self._names} & {n for entry in axes_by_dimension(spec) for n in entry}:
-                raise ValueError(
-                    f"{self.name}: parameter {leaf.path!r} is {spec}, cut over {min(cut)!r}, which "
-                    "the gradients are reduced over, so its gradient is a shard of their sum "
-                    "already. Gather it in the loss by cgx_jax.reshard(..., backward=policy), "
-                    "which compresses that sum, and leave it out here (optax.masked), or use "
-                    "cgx_jax.scatter_gradients."
-                )
 
     def _require_one_state(self, params: Pytree, whole: bool) -> None:
         """Raises ValueError if the devices of a rank would keep different states.

@@ -192,7 +192,9 @@ void Engine::accept(std::list<Request> requests) {
     }
     try {
       auto call = request.start({settings_.calls, ports_(request.peers), workers_, buffers_});
-      active_.push_back({std::move(request), std::move(call), now()});
+      std::list<Active> started(1);  // allocates before the request is moved
+      started.front() = {std::move(request), std::move(call), now()};
+      active_.splice(active_.end(), started);
     } catch (const std::bad_alloc&) {
       const std::string error = request.name + ": out of memory";
       finisher_->report(std::move(request.done), error);
