@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ HEADER = """
 import functools
 import sys
 import jax
-rank, world, port = map(int, sys.argv[1:])
+rank, world, port, devices = map(int, sys.argv[1:])
+jax.config.update("jax_num_cpu_devices", devices)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", world, rank, local_device_ids=[0])
 import jax.numpy as jnp, numpy as np
@@ -59,11 +61,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def check_ranks(program: str, world: int, seconds: float = 240) -> None:
-    """Runs HEADER and `program` on every rank; each must end by printing "ok"."""
+def check_ranks(
+    program: str, world: int, seconds: float = 240, devices: Sequence[int] | None = None
+) -> None:
+    """Runs HEADER and `program` on every rank; each must end by printing "ok".
+
+    `devices` are how many devices each rank has; None: one.
+    """
     command = [sys.executable, "-W", "ignore", "-c", HEADER + program]
     port = free_port()
-    ranks = [start([*command, *map(str, (rank, world, port))]) for rank in range(world)]
+    given = [(rank, world, port, n) for rank, n in enumerate(devices or [1] * world)]
+    ranks = [start([*command, *map(str, own)]) for own in given]
     try:
         for rank in ranks:
             _, out, error = finish(rank, seconds)

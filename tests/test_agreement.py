@@ -66,13 +66,71 @@ except ValueError as error:
     assert "statistics of processes [1] differ from those of process 0" in str(error), error
 else:
     raise AssertionError("processes whose statistics differ must all fail")
-for options in ({"period": 4 + rank}, {"saved": policy.state_dict() if rank else None}):
+print("ok")
+"""
+
+DIFFERENT = """
+import os
+from cgx_jax.policies import Policy, Uniform
+from cgx_jax.tuning import engine
+
+def refused(call, says):
     try:
-        train(None, 2, **options)
+        call()
     except ValueError as error:
-        assert "what load_state_dict has set, of processes [1] differ" in str(error), error
+        assert f"{says} of processes [1] differ from those of process 0" in str(error), error
     else:
-        raise AssertionError("processes that would ask for statistics at other steps must fail")
+        raise AssertionError(f"no process may go on: {says}")
+
+class Base(Policy):
+    def choose(self, leaves):
+        return [few] * len(leaves)
+
+def step_of(chooser, policy, **options):
+    tx = cgx_jax.sync_gradients("data", policy, mesh=mesh, **options)
+    state = tx.init(jnp.zeros((64, 64)))
+    specs = P("data"), cgx_jax.state_specs(state, "data")
+    step = chooser.jit(jax.shard_map(
+        lambda g, s: tx.update(g[0], s), mesh=mesh, in_specs=specs, out_specs=(P(), specs[1])
+    ))
+    return lambda: step(place(np.ones((64, 64), np.float32)), state)
+
+few, many = cgx_jax.Quantize(2), cgx_jax.Quantize(4)
+options = "Adaptive: the options, or what load_state_dict has set,"
+for own in (
+    {"every": 4 + rank}, {"base": Uniform((few, many)[rank])}, {"candidates": (few, many)[rank:]}
+):
+    policy = cgx_jax.Adaptive(**own)
+    refused(step_of(policy, policy), options)
+policy = cgx_jax.Adaptive(base=Base())  # at another address in each process
+step = step_of(policy, policy)
+step()
+policy.load_state_dict(policy.state_dict() | {"step": 1 + rank})
+refused(step, options)
+policy = cgx_jax.Adaptive(every=4 + rank)
+tuner = cgx_jax.Tuner(policy, cache=False)
+refused(step_of(tuner, policy, exchange=tuner), options)  # before the trials
+tuner = cgx_jax.Tuner(reductions=[["gather_sum"], []][rank], cache=False)
+refused(
+    step_of(tuner, few, exchange=tuner),
+    "Tuner: the plans, the reductions, the levels or the usable exchanges",
+)
+refused(
+    lambda: cgx_jax.tune(mesh, "data", sizes=[4096 << rank]),
+    "tune: the sizes, bits, budget_seconds or usable exchanges",
+)
+os.cpu_count = lambda: 8 - 6 * rank
+assert engine.fewest()[1] == 2
+print("ok")
+"""
+
+UNEVEN = """
+from cgx_jax.host import agreement
+
+with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
+    assert len(jax.local_devices()) == 1 + rank
+    assert agreement.gather(10 + rank) == [10, 11]
+    assert agreement.broadcast(b"process %d" % rank) == b"process 0"
 print("ok")
 """
 
@@ -173,14 +231,19 @@ def narrow(*names):
 
 
 @pytest.mark.parametrize(
-    ("program", "world"),
+    ("program", "world", "devices"),
     [
-        (SAME_BITS + NONFINITE + narrow("bfloat16", "float8_e4m3fn", "int8"), 2),
-        pytest.param(SAME_BITS, 4, marks=pytest.mark.slow),
-        pytest.param(ADAPTIVE, 2, marks=pytest.mark.slow),
-        pytest.param(narrow(*DTYPES), 3, marks=pytest.mark.slow),
+        (SAME_BITS + NONFINITE + narrow("bfloat16", "float8_e4m3fn", "int8"), 2, None),
+        (DIFFERENT, 2, None),
+        (UNEVEN, 2, (1, 2)),
+        pytest.param(SAME_BITS, 4, None, marks=pytest.mark.slow),
+        pytest.param(ADAPTIVE, 2, None, marks=pytest.mark.slow),
+        pytest.param(narrow(*DTYPES), 3, None, marks=pytest.mark.slow),
     ],
-    ids=["same bits, values that are not finite, narrow ones", "same bits", "adaptive", "narrow"],
+    ids=[
+        *("same bits, values that are not finite, narrow ones", "different", "uneven"),
+        *("same bits", "adaptive", "narrow"),
+    ],
 )
-def test_processes_agree(program, world):
-    check_ranks(program, world)
+def test_processes_agree(program, world, devices):
+    check_ranks(program, world, devices=devices)

@@ -126,12 +126,12 @@ def test_gradients_that_travel_compressed_can_be_differentiated_again(two):
     whole = P(None, None, reduced=D)
 
     def penalty(gather):
-        grad = jax.grad(lambda w: jnp.mean((x @ gather(w)) ** 4))
+        grad = jax.grad(lambda w: jnp.mean((x @ gather(w)) ** 2))
         return jax.jit(jax.grad(lambda w: jnp.sum(grad(w) ** 2)))(w)
 
     want = penalty(lambda w: jax.reshard(w, whole))
-    got = penalty(lambda w: cgx_jax.reshard(w, whole, backward=Q8, **HOW))
-    np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())
+    got = penalty(lambda w: cgx_jax.reshard(w, whole, Identity(), backward=Q8, **HOW))
+    assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
     exact = cgx_jax.sync_gradients("data", Identity(), **HOW)
     g = jax.device_put(normal(2, 8, 8), P())
     of_update = jax.grad(lambda g: jnp.sum(exact.update(g, exact.init(g))[0] ** 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from cgx_jax.host import agreement
 from cgx_jax.kernels import scaling
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import checkpoint, statistics
-from cgx_jax.policies.checkpoint import Packed, Progress, pack, saved_leaves, unpack
+from cgx_jax.policies.checkpoint import Progress, saved_leaves
 from cgx_jax.policies.decide import Compressors, Decision, Refresh, Subject, decide, last_norm
 from cgx_jax.policies.rules import DEFAULT, Policy, Uniform
 from cgx_jax.policies.solvers import LeastBytes, Solver
@@ -196,17 +195,23 @@ class Adaptive(Policy):
         """The compressors for which a step is compiled."""
         return self.progress.current
 
+    def begin(self) -> None:
+        """Raises ValueError on every process if any has other options or another saved state."""
+        if self._compared:
+            return
+        kept = self.state_dict() if self._saved or self.progress.step else None
+        # In one form, whether it waits for its tree or not.
+        saved = None if kept is None else checkpoint.load(kept)
+        options = self.warmup, self.every, self.sample_every, self.decay, self.sampler, self.base
+        _require_same(
+            agreement.without_addresses(repr((options, saved))).encode(),
+            "the options, or what load_state_dict has set,",
+            "give every process the same ones before its first step",
+        )
+        self._compared = True
+
     def before(self) -> None:
         """Chooses a plan from statistics that were asked for `LAG` steps ago."""
-        if not self._compared:
-            kept = self.state_dict() if self._saved or self.progress.step else None
-            begun = self.warmup, self.every, self.sample_every, self.decay, json.dumps(kept)
-            _require_same(
-                str(begun).encode(),
-                "the options, or what load_state_dict has set,",
-                "give every process the same ones before its first step",
-            )
-            self._compared = True
         progress = self.progress
         if progress.pending is None or progress.step < progress.pending[0]:
             return
@@ -266,8 +271,8 @@ class Adaptive(Policy):
                     max_plans=self.max_plans,
                     before=last_norm(self.progress.history),
                 )
-                fields = {"outcome": made.outcome, "leaves": made.leaves}
-                message = json.dumps(fields | pack([made.compressors])).encode()
+                numbers = [self.known.index(c) for c in made.compressors]
+                message = json.dumps([made.outcome, numbers, made.leaves]).encode()
             except Exception as error:  # a user's solver may raise anything
                 failed, text = error, str(error)
                 if not isinstance(error, ArithmeticError | ImportError | ValueError):
@@ -276,10 +281,8 @@ class Adaptive(Policy):
         agreed = agreement.broadcast(message)
         if agreed.startswith(b"!"):
             raise ValueError(agreed[1:].decode()) from failed
-        fields = json.loads(agreed)
-        packed = Packed(fields["compressors"], fields["plans"])
-        (compressors,) = unpack(packed, self.known, "the plan of process 0")
-        return Decision(fields["outcome"], compressors, tuple(fields["leaves"]))
+        outcome, numbers, leaves = json.loads(agreed)
+        return Decision(outcome, tuple(self.known[i] for i in numbers), tuple(leaves))
 
     # --- what others may see and keep.
 
@@ -342,6 +345,7 @@ class Adaptive(Policy):
         """
         saved = checkpoint.load(state)
         seen = saved.leaves or saved.step
+        self._compared = False
         if self._leaves is None:
             self._saved = state if seen else None
         elif seen:
@@ -398,8 +402,4 @@ def _check_same(ours: Sequence[Leaf], theirs: Sequence[Leaf], of: str) -> None:
 
 def _require_same(own: bytes, what: str, remedy: str) -> None:
     """Raises ValueError on every process if any has something else than process 0."""
-    digests = agreement.gather(zlib.crc32(own))
-    if others := [i for i, digest in enumerate(digests) if digest != digests[0]]:
-        raise ValueError(
-            f"Adaptive: {what} of processes {others} differ from those of process 0; {remedy}."
-        )
+    agreement.require_same(own, f"Adaptive: {what}", remedy)

@@ -48,6 +48,9 @@ class Part(Protocol):
     @property
     def trying(self) -> bool: ...
 
+    def begin(self) -> None:
+        """Compares with the other processes what must be the same; before a step is traced."""
+
     def before(self) -> None:
         """Makes the choice for the next step; every process calls it."""
 
@@ -72,6 +75,8 @@ class TrainingLoop:
         @functools.wraps(step)
         def run(*args: Pytree, **kwargs: Pytree) -> Pytree:
             self._require_values(args, kwargs)
+            for part in parts:
+                part.begin()
             if not all(part.bound for part in parts):
                 self._trace(jitted.trace, object(), args, kwargs)
             for part in parts:

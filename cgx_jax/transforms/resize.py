@@ -69,9 +69,8 @@ def resize_state(state: Pytree, world: int) -> Pytree:
         if not isinstance(x, np.ndarray) and not any(getattr(x, name) for name in here):
             raise ValueError(
                 f"{_NAME}: rows of {x.dtype}{list(x.shape)} lie on several processes. Gather them "
-                "first, state = jax.experimental.multihost_utils.process_allgather(state, "
-                "tiled=True), or restore them from a checkpoint, replicated "
-                "(docs/policy.md#checkpoints)."
+                "first, state = jax.jit(lambda s: s, out_shardings=NamedSharding(mesh, P()))(state)"
+                ", or restore them from a checkpoint, replicated (docs/policy.md#checkpoints)."
             )
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = resized(mark, jax.random.key_data(x))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cgx_jax.host import files, untrusted
+from cgx_jax.host import agreement, files, untrusted
 
 SCHEMA = 1
 
@@ -72,7 +72,7 @@ def folder(cache: str | os.PathLike[str] | bool) -> Path | None:
 
 def digest(value: Any) -> str:
     """Returns 32 hexadecimal digits that identify a value in JSON types."""
-    text = json.dumps(value, sort_keys=True)
+    text = agreement.without_addresses(json.dumps(value, sort_keys=True))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -27,6 +27,16 @@ CODE = Quantize(4)
 STREAM_BYTES = 1 << 26  # fp32 bytes of the buffer on which streams are compared
 
 
+def fewest() -> tuple[int, int]:
+    """Returns the fewest threads of an engine, and cores of a host, of all processes.
+
+    Hosts may differ in both, but all processes must try the same options.
+    """
+    own = mpi.defaults().threads, os.cpu_count() or 1
+    threads, cores = agreement.rows(own).min(axis=0)
+    return int(threads), int(cores)
+
+
 def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
     """Returns the fastest options of `Mpi`, and restarts its engine with them.
 
@@ -34,7 +44,9 @@ def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
     descent would not fit into them, and the descent ends before a round that does not fit. Every
     process calls this function.
     """
-    _run_with(links, mpi.defaults())
+    threads, cores = fewest()
+    start = dataclasses.replace(mpi.defaults(), threads=threads)
+    _run_with(links, start)
     reduce = links.all_reduce(CODE, "mpi")
     arrays: list[jax.Array] = []
     needed = 0.0
@@ -51,7 +63,7 @@ def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
             break
         arrays.append(x)
     if not arrays:
-        return mpi.defaults()
+        return start
 
     def measure(engines: Sequence[Mpi]) -> np.ndarray | None:
         """Returns f64[ROUNDS, engines], which take turns: geometric means over the sizes."""
@@ -72,8 +84,8 @@ def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
         return samples
 
     payload = CODE.payload_bytes((arrays[-1].shape[1],), np.dtype(np.float32))
-    cores = max(1, (os.cpu_count() or 1) * agreement.hosts() // jax.process_count())
-    found = descend(mpi.defaults(), payload // links.world, cores, measure)
+    of_a_process = max(1, cores * agreement.hosts() // jax.process_count())
+    found = descend(start, payload // links.world, of_a_process, measure)
     _run_with(links, found)
     return found
 

@@ -79,6 +79,12 @@ def tune(
             f"tune: sizes={sizes}, bits={list(bits)} and budget_seconds={budget_seconds} must hold "
             "a size of 4 bytes or more, a width of 1..8, and a time above 0."
         )
+    asked = sizes, list(bits), budget_seconds, [e.shorthand for e in auto.available()]
+    agreement.require_same(
+        repr(asked).encode(),
+        "tune: the sizes, bits, budget_seconds or usable exchanges",
+        "give every process the same ones, and install the same build everywhere",
+    )
     agreement.writable(path)
     start = time.perf_counter()
     with Progress("tune", len(sizes), links.first) as progress:

@@ -165,6 +165,9 @@ class Tuner(Chooser):
         """Whether the next step is a trial."""
         return self._turns is not None
 
+    def begin(self) -> None:
+        """Has nothing to compare before it knows what the step reduces."""
+
     def before(self) -> None:
         """Chooses the setting of the next step."""
         if self.state == "waiting":
@@ -184,6 +187,13 @@ class Tuner(Chooser):
     def _start(self) -> None:
         """Starts with the setting that process 0 has in its cache, or with trials."""
         key = self._key()
+        # Options of exchanges may differ: those of process 0 hold for all.
+        asked = key.tree, *(key.topology[k] for k in ("exchanges", "reductions", "levels"))
+        agreement.require_same(
+            repr(asked).encode(),
+            "Tuner: the plans, the reductions, the levels or the usable exchanges",
+            "give every process the same ones",
+        )
         found = [c.setting for c in self._found]
         first = found
         if jax.process_index() == 0 and len(found) > 1:
