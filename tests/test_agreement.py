@@ -83,8 +83,11 @@ def refused(call, says):
         raise AssertionError(f"no process may go on: {says}")
 
 class Base(Policy):
+    def __repr__(self):  # as of a set of strings
+        return f"Base({rank})"
+
     def choose(self, leaves):
-        return [few] * len(leaves)
+        return [Own(2)] * len(leaves)
 
 def step_of(chooser, policy, **options):
     tx = cgx_jax.sync_gradients("data", policy, mesh=mesh, **options)
@@ -95,6 +98,10 @@ def step_of(chooser, policy, **options):
     ))
     return lambda: step(place(np.ones((64, 64), np.float32)), state)
 
+class Own(cgx_jax.Quantize):
+    def __repr__(self):  # as of a field that is a function
+        return f"<Own({self.bits}) at 0x{7 + rank:x}>"
+
 few, many = cgx_jax.Quantize(2), cgx_jax.Quantize(4)
 options = "Adaptive: the options, or what load_state_dict has set,"
 for own in (
@@ -102,9 +109,11 @@ for own in (
 ):
     policy = cgx_jax.Adaptive(**own)
     refused(step_of(policy, policy), options)
-policy = cgx_jax.Adaptive(base=Base())  # at another address in each process
+policy = cgx_jax.Adaptive(base=Base(), candidates=(Own(2), Own(4)), warmup=1, every=1)
 step = step_of(policy, policy)
-step()
+for _ in range(6):
+    step()
+assert policy.history
 policy.load_state_dict(policy.state_dict() | {"step": 1 + rank})
 refused(step, options)
 policy = cgx_jax.Adaptive(every=4 + rank)

@@ -52,9 +52,13 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def require_same(own: bytes, what: str, remedy: str) -> None:
-    """Raises ValueError on every process if any has something else than process 0."""
-    digests = gather(zlib.crc32(own))
+def require_same(own: object, what: str, remedy: str) -> None:
+    """Raises ValueError on every process if any has something else than process 0.
+
+    Objects but bytes are compared by their texts.
+    """
+    data = own if isinstance(own, bytes) else without_addresses(repr(own)).encode()
+    digests = gather(zlib.crc32(data))
     if others := [i for i, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(f"{what} of processes {others} differ from those of process 0; {remedy}.")
 

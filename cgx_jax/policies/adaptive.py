@@ -196,16 +196,21 @@ class Adaptive(Policy):
         return self.progress.current
 
     def begin(self) -> None:
-        """Raises ValueError on every process if any has other options or another saved state."""
+        """Raises ValueError on every process if any has other options or another saved state.
+
+        The base is compared by what it gives the leaves, since its text may hold a set, whose order
+        differs between processes.
+        """
         if self._compared:
             return
         kept = self.state_dict() if self._saved or self.progress.step else None
         # In one form, whether it waits for its tree or not.
         saved = None if kept is None else checkpoint.load(kept)
-        options = self.warmup, self.every, self.sample_every, self.decay, self.sampler, self.base
-        _require_same(
-            agreement.without_addresses(repr((options, saved))).encode(),
-            "the options, or what load_state_dict has set,",
+        base = None if self._leaves is None else self.base.choose(self._leaves)
+        options = self.warmup, self.every, self.sample_every, self.decay, self.sampler, base
+        agreement.require_same(
+            (options, saved),
+            "Adaptive: the options, or what load_state_dict has set,",
             "give every process the same ones before its first step",
         )
         self._compared = True
@@ -217,9 +222,9 @@ class Adaptive(Policy):
             return
         measured = jax.tree.map(statistics.own, progress.pending[1])
         progress.pending = None
-        _require_same(
+        agreement.require_same(
             b"".join(x.tobytes() for x in measured),
-            "the statistics",
+            "Adaptive: the statistics",
             "the ranks no longer hold the same state, and cgx_jax.debug.debug_checksums() finds "
             "where",
         )
@@ -398,8 +403,3 @@ def _check_same(ours: Sequence[Leaf], theirs: Sequence[Leaf], of: str) -> None:
             f"Adaptive: the tree has {len(ours)} leaves and {of} {len(theirs)}; leaf {path!r} of "
             f"{which} is the first without a counterpart; {_ONE_TREE}"
         )
-
-
-def _require_same(own: bytes, what: str, remedy: str) -> None:
-    """Raises ValueError on every process if any has something else than process 0."""
-    agreement.require_same(own, f"Adaptive: {what}", remedy)

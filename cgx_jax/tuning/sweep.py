@@ -81,7 +81,7 @@ def tune(
         )
     asked = sizes, list(bits), budget_seconds, [e.shorthand for e in auto.available()]
     agreement.require_same(
-        repr(asked).encode(),
+        asked,
         "tune: the sizes, bits, budget_seconds or usable exchanges",
         "give every process the same ones, and install the same build everywhere",
     )

@@ -190,7 +190,7 @@ class Tuner(Chooser):
         # Options of exchanges may differ: those of process 0 hold for all.
         asked = key.tree, *(key.topology[k] for k in ("exchanges", "reductions", "levels"))
         agreement.require_same(
-            repr(asked).encode(),
+            asked,
             "Tuner: the plans, the reductions, the levels or the usable exchanges",
             "give every process the same ones",
         )
